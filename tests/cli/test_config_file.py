@@ -92,13 +92,13 @@ nproc: 2
     [
         (b"batchsize: 3", "line 1, column 1: found 'batchsize', expected an option of train lm "
          "without its hyphens; did you mean batch-size?"),
-        (b"\nlr: fast", "line 2, column 5: found 'fast' for lr, expected a number"),
+        (b"\nlr: fast", "line 2, column 5: found 'fast', expected a number for lr"),
         (b"steps: 1.5", "line 1, column 8: found '1.5', expected a whole number for steps"),
-        (b"keep-best: yes", "line 1, column 12: found 'yes' for keep-best, expected true or false"),
-        (b"schedule: cosin", "column 11: found 'cosin' for schedule, expected one of cosine"),
-        (b"activation-checkpointing: true", "found 'true' for activation-checkpointing, expected "
-         "one of none, full, selective, op"),
-        (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected a number"),
+        (b"keep-best: yes", "line 1, column 12: found 'yes', expected one of true, false for "),
+        (b"schedule: cosin", "column 11: found 'cosin', expected one of cosine, .* for schedule"),
+        (b"activation-checkpointing: true", "found 'true', expected one of none, "
+         "full, selective, op for activation-checkpointing"),
+        (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected one value"),
         (b"data: [a, null]", "line 1, column 11: found nothing in the list for data"),
         (b"data:\n  - a\n  - {b: c}", "line 3, column 5: found a mapping for data, expected"),
         (b"lr: 1\nsteps: 2\nlr: 2", r"line 3, column 1: found lr again, expected it once \(.*1"),
@@ -237,7 +237,7 @@ def test_every_option_has_a_key(recipe: str) -> None:
     flags |= {"--operator-checkpointing", "--keep-activations"}
     flags |= {"--step-in-backward", "--step-after-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
-    options: Options[Any] = Options(default=RECIPES[recipe])
+    options: Options[Any] = train._options_of(recipe)
     every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))
     keys = {setting.key for each in every for setting in each.settings()}
     assert re.match("--", min(keys))

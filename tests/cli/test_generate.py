@@ -14,7 +14,8 @@ import typer
 
 from shardwise.app.cli import main
 from shardwise.app.cli.options import Options, with_options
-from shardwise.insight.schema.option import GROUP, Config, Group, OptionError, Reads, option
+from shardwise.insight.schema.option import Config, OptionError, Reads, option
+from tests.cli.shell import call
 from tests.recipes.small import RECIPES
 
 
@@ -27,11 +28,6 @@ class Again(enum.Enum):
     NEVER = "never"
     ONCE = "once"
     ALWAYS = "always"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flat(Config):
-    width: int = field(default=3, metadata=option("Width.", "Flat"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +53,6 @@ class Outer(Config):
         ),
     )
     inner: Inner = field(default=Inner())
-    flat: Flat | None = field(default=None, metadata={GROUP: Group(Flat(), "shape", Shape.FLAT)})
 
 
 def read(
@@ -94,8 +89,7 @@ def read(
         ("--names a --names b", Outer(names=("a", "b"))),
         ("--names a b c", Outer(names=("a", "b", "c"))),
         ("--where there", Outer(where=Path("there"))),
-        ("--shape flat", Outer(shape=Shape.FLAT, flat=Flat())),
-        ("--shape flat --width 8", Outer(shape=Shape.FLAT, flat=Flat(width=8))),
+        ("--shape flat", Outer(shape=Shape.FLAT)),
     ],
 )
 def test_a_command_line_becomes_a_configuration(
@@ -108,7 +102,6 @@ def test_a_command_line_becomes_a_configuration(
     ("arguments", "message"),
     [
         ("--once --always", "--once: found --always too, expected one of the two"),
-        ("--width 3", "--width: found shape round, expected --shape flat with it"),
         ("a b", "arguments: found a b, expected options; what stands behind --names belongs"),
     ],
 )
@@ -131,16 +124,22 @@ def test_what_was_not_given_takes_the_defaults_that_go_with_what_was() -> None:
 
 def test_a_field_without_metadata_and_one_left_out_are_no_options() -> None:
     names = {p.name for p in Options(default=Outer(), without=frozenset({"where"})).parameters()}
-    assert {"rate", "width"} <= names
+    assert "rate" in names
     assert not {"hidden", "inner", "where"} & names
 
 
-def test_a_value_whose_group_is_left_out_is_no_choice() -> None:
-    options = Options(default=Outer(), without=frozenset({"flat"}))
-    [shape] = [p for p in options.parameters() if p.name == "shape"]
-    assert shape.annotation.__metadata__[0].help == "One of round."
+def test_the_help_of_an_enum_names_its_values() -> None:
     [shape] = [p for p in Options(default=Outer()).parameters() if p.name == "shape"]
     assert shape.annotation.__metadata__[0].help == "One of round, flat."
+
+
+def test_only_a_training_with_settings_of_diloco_offers_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for recipe, offered in (("lm", True), ("vit", False)):
+        assert call("train", recipe, "--help") == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert (", diloco" in shown, "--local-steps" in shown) == (offered, offered)
 
 
 def test_one_thing_has_one_name_in_all_recipes() -> None:

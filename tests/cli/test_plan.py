@@ -197,7 +197,7 @@ def test_compares_both_runtimes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--runtime jax", "--runtime: found 'jax', expected one of 'shardwise', 'torch'"),
+        ("--runtime jax", "--runtime: found 'jax', expected one of shardwise, torch"),
         ("--runtime torch --transport shm", "--transport: found shm, expected none given"),
         ("--runtime torch --wire int8", "found"),
         ("--runtime torch --step-in-backward", "found in-backward"),

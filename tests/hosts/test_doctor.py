@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._hosts import Host, run, two_hosts
-from shardwise.app.doctor.diagnose import CHECKS
+from tests.doctor.test_diagnose import documented_checks
 from tests.hosts.network import needs_hosts, start
 from tests.programs import Program
 
@@ -122,7 +122,7 @@ def test_healthy_hosts_pass_every_check_and_report_the_same(hosts: Pair) -> None
     assert (first.code, second.code) == (0, 0), first.lines
     assert first.lines == second.lines
     assert all(line.startswith("ok") for line in first.lines), first.lines
-    assert first.checks == set(CHECKS)
+    assert first.checks == set(documented_checks())
     assert first.of("rendezvous", "ok") == ["found 2 hosts, all with the token"]
     assert len(first.of("links", "ok")) == 2
     assert len(first.of("inside", "ok")) == 2

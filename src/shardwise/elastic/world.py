@@ -28,7 +28,7 @@ JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 # Set by our launcher for the ranks of a replica that is a world of its own.
 REPLICA = "SHARDWISE_REPLICA"  # the ReplicaWorld
 
-# Set by a program that runs ranks in workers of its own.
+# Set while a worker of another program is a rank: it neither ends its process nor handles signals.
 WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
 

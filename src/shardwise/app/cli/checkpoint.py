@@ -265,9 +265,7 @@ def merge_lora(
             show_default="the one that the adapters name",
         ),
     ] = None,
-    max_shard_size: Annotated[
-        int, Option(parser=read_size, metavar="SIZE", help="Largest size of a file.")
-    ] = _FILE_SIZE,
+    max_shard_size: Annotated[int, ShardSize(help="Largest size of a file.")] = _FILE_SIZE,
     force: Force = False,
     buffer: Buffer = DEFAULT_BUFFER,
 ) -> None:

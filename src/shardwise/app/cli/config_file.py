@@ -21,17 +21,16 @@ import enum
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 import typer
 
-from shardwise.app.cli.options import Options, Setting, brief, read_integer, read_name, read_path
+from shardwise.app.cli.options import Options, Setting, brief
 from shardwise.app.recipes.core.installed import require_installed
 from shardwise.base.units import one_line, printable
 from shardwise.elastic.errors import UserError
-from shardwise.insight.schema.option import Reads
 
 _MAX_BYTES = 1 << 20  # of a file of options
 
@@ -176,55 +175,32 @@ _NULL = "tag:yaml.org,2002:null"
 
 def _value(setting: Setting, path: Path, node: Any, key: str) -> Any:
     """Return what a file says about an option; None: nothing."""
-    kind = setting.kind
-    if get_origin(kind) is not tuple:
-        return _scalar(setting, kind, path, node, key)
-    inner = get_args(kind)[0]
-    if node.id != "sequence":
-        value = _scalar(setting, inner, path, node, key)
-        return None if value is None else (value,)
+    several = get_origin(setting.kind) is tuple
+    if not several or node.id != "sequence":
+        value = _scalar(setting, path, node, key)
+        return (value,) if several and value is not None else value
     for each in node.value:
         if each.tag == _NULL:
             place = _place(path, each)
             raise UserError(f"{place}: found nothing in the list for {key}, expected text")
-    return tuple(_scalar(setting, inner, path, each, key) for each in node.value)
+    return tuple(_scalar(setting, path, each, key) for each in node.value)
 
 
-def _scalar(setting: Setting, kind: Any, path: Path, node: Any, key: str) -> Any:
-    by_name = {each.value: each for each in setting.choices}
-    convert, expected = _READERS.get(kind, (str, "a text"))
-    if by_name and not callable(setting.option.reads):
-        convert, expected = by_name.__getitem__, f"one of {', '.join(by_name)}"
-    elif setting.option.reads is Reads.NAME:
-        convert = read_name
+def _scalar(setting: Setting, path: Path, node: Any, key: str) -> Any:
     place = _place(path, node)
     if node.id != "scalar":
-        raise UserError(f"{place}: found a {node.id} for {key}, expected {expected}")
+        raise UserError(f"{place}: found a {node.id} for {key}, expected one value")
     if node.tag == _NULL:
         return None
     try:
-        return convert(node.value)
-    except (KeyError, ValueError):
-        found = brief(node.value)
-        raise UserError(f"{place}: found {found} for {key}, expected {expected}") from None
+        return setting.read(node.value)
     except typer.BadParameter as error:
         raise UserError(f"{place}: {error.message} for {key}") from None
 
 
-#: What reads a text of a type, and what it expects.
-_READERS: Mapping[Any, tuple[Callable[[str], Any], str]] = {
-    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
-    int: (read_integer, "an integer"),
-    float: (float, "a number"),
-    Path: (read_path, "a path"),
-}
-
 # -- from values to a file -------------------------------------------------------------------------
 
 _PLAIN = re.compile(r"[A-Za-z0-9./][\w./=-]*", re.ASCII)
-_UNPRINTABLE = re.compile(
-    r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
-)
 
 
 def _text(value: Any) -> str:
@@ -242,4 +218,4 @@ def _text(value: Any) -> str:
     if _PLAIN.fullmatch(text) and text.lower() != "null":
         return text
     quoted = json.dumps(text, ensure_ascii=False)
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)

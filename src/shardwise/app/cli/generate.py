@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from shardwise.app.cli.options import Integer, NameArgument
+from shardwise.app.cli.options import Integer, NameArgument, Number
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
@@ -46,14 +46,14 @@ def generate(
     ] = False,
     max_tokens: Annotated[int, Integer(metavar="N", help="The most tokens to generate.")] = 200,
     temperature: Annotated[
-        float, Option(metavar="T", help="0: always the most likely token; 1: as the model says.")
+        float, Number(metavar="T", help="0: always the most likely token; 1: as the model says.")
     ] = 0.9,
     top_k: Annotated[
         int, Integer(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
     ] = 0,
     top_p: Annotated[
         float,
-        Option(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
+        Number(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
     ] = 1.0,
     seed: Annotated[int, Integer(metavar="N", help="Seed of the drawing.")] = 0,
     nproc: Annotated[

@@ -229,15 +229,13 @@ def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, An
 def _find(name: str) -> Blueprint:
     from shardwise.insight.planning.models import find_model
 
-    with naming("--model"):
-        return find_model(name)
+    return naming("--model")(find_model)(name)
 
 
 def _build(name: str, settings: dict[str, Any]) -> Blueprint:
     from shardwise.insight.planning.models import of_settings
 
-    with naming("--model"):
-        return of_settings(name, settings)
+    return naming("--model")(of_settings)(name, settings)
 
 
 def _convnet(name: str) -> Blueprint:

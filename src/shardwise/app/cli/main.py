@@ -95,7 +95,7 @@ def app() -> NoReturn:
     except UserError as error:
         _end(str(error), error.exit_code)
     except UsageError as error:
-        _end(describe(error, sys.argv[1:]), 2)
+        _end(describe(error), 2)
     except KeyboardInterrupt:
         code = _STOPPED
     except BrokenPipeError:

@@ -29,14 +29,11 @@ import typer
 
 from shardwise.insight.schema.option import (
     BY_MODEL,
-    GROUP,
     OPTION,
     Config,
-    Group,
     Option,
     OptionError,
     Reads,
-    configurations,
     kinds_of,
     option_name,
 )
@@ -101,11 +98,35 @@ def read_integer(text: str | int) -> int:
     return int(number)
 
 
+def read_number(text: str | float) -> float:
+    """Read a number.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"found {brief(str(text))}, expected a number") from None
+
+
+def read_choice(values: Mapping[str, Any], text: str) -> Any:
+    """Read the name of a value.
+
+    Raises:
+        typer.BadParameter: it is that of none.
+    """
+    if text not in values:
+        raise typer.BadParameter(f"found {brief(text)}, expected one of {', '.join(values)}")
+    return values[text]
+
+
 # Kinds of parameters of a command.
 PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
 NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
 PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
+Number = partial(typer.Option, parser=read_number)
 
 # Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -135,47 +156,15 @@ def read_size(text: str | int) -> int:
 #: The root of all mistakes on a command line. Typer brings it along, without a public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
-# What the parsers of different versions of typer say of a value -> what they expected.
-_EXPECTED = (
-    (re.compile(r"valid (number|float)\b"), "a number"),
-    (re.compile(r"not one of (?P<choices>.*?)\.?$"), "one of {choices}"),
-)
 
-
-def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
-    """Describe an error in one line.
-
-    Args:
-        error: what typer raised.
-        arguments: the command line, without the program.
-    """
-    message = " ".join(error.format_message().split())
-    param = getattr(error, "param", None)
-    options: Sequence[str] = getattr(param, "opts", ())
-    own = " ".join(str(error.message).split())
-    if options and own.startswith("found "):  # of a parser of ours, which cannot know the option
-        is_option = options[0].startswith("-")
-        return f"{options[0] if is_option else getattr(param, 'metavar', None)}: {own}"
-    found = _value_of(options, arguments)
-    if found is None:
-        found = os.environ.get(getattr(error.param, "envvar", None) or "") if options else None
-    if found is None:
-        return message
-    for pattern, expected in _EXPECTED:
-        match = pattern.search(message)
-        if match:
-            return f"{options[0]}: found {found!r}, expected {expected.format(**match.groupdict())}"
-    return f"{options[0]}: found {found!r}: {message}"
-
-
-def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
-    """Return the last value of an option, from ``--option value`` or ``--option=value``."""
-    value = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, inline = argument.partition("=")
-        if name in options:
-            value = inline if equals else following
-    return value
+def describe(error: typer.BadParameter) -> str:
+    """Describe an error in one line."""
+    message = " ".join(str(error.message).split())
+    if not message.startswith("found "):
+        return " ".join(error.format_message().split())
+    # Of a parser of ours, which cannot know the option.
+    [name, *_] = error.param.opts  # type: ignore[union-attr]
+    return f"{name if name.startswith('-') else error.param.metavar}: {message}"  # type: ignore[union-attr]
 
 
 def help_if_alone(context: typer.Context) -> None:
@@ -189,6 +178,14 @@ Keys = tuple[str, ...]  # names of the fields that lead to a setting
 
 _ARGUMENTS = "arguments"
 
+#: What reads a text of a type; a flag has one in a file alone.
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    bool: partial(read_choice, {"true": True, "false": False}),
+    int: read_integer,
+    float: read_number,
+    Path: read_path,
+}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -199,16 +196,12 @@ class Setting:
         option: how this command shows it.
         kind: its type, without None.
         default: its value in the default configuration.
-        group: what it belongs to, if it goes with one value of another setting.
-        choices: the values of an enum.
     """
 
     keys: Keys
     option: Option
     kind: Any
     default: Any
-    group: Group | None
-    choices: tuple[enum.Enum, ...] = ()
 
     @property
     def name(self) -> str:
@@ -231,6 +224,23 @@ class Setting:
         on, _, off = self.name.partition("/")
         pair = [off, on] if off and self.default else [on, off]
         return [*filter(None, pair), *self.option.former]
+
+    @property
+    def choices(self) -> dict[str, enum.Enum]:
+        """The members of an enum, by their values."""
+        members: Any = self.kind if isinstance(self.kind, enum.EnumMeta) else ()
+        return {str(each.value): each for each in members}
+
+    @property
+    def read(self) -> Callable[[str], Any]:
+        """What reads a text for it; one of several, if it takes several."""
+        if callable(self.option.reads):
+            return str  # the configuration reads it
+        if self.option.reads is Reads.NAME:
+            return read_name
+        if self.choices:
+            return partial(read_choice, self.choices)
+        return _READERS.get(self.kind, str)
 
     @property
     def flags(self) -> dict[str, enum.Enum]:
@@ -304,72 +314,34 @@ class Options(Generic[C]):
         Raises:
             OptionError: options contradict each other.
         """
-        config = self.default if default is None else default
-        changes: dict[Keys, Any] = {}
-        groups: dict[Keys, Group] = {}
-        names = {}
+        config: Any = self.default if default is None else default
         for setting in self.settings():
             value = _said(setting, given)
             if value is None:
                 value = (file or {}).get(setting.key)
             if value is not None:
-                changes[setting.keys], names[setting.keys] = value, setting.names[0]
-            if setting.group is not None:
-                groups[setting.keys[:-1]] = setting.group
-        for keys, group in groups.items():
-            inside = [name for name in changes if name[: len(keys)] == keys]
-            outside = {name: value for name, value in changes.items() if name not in inside}
-            decided = _find(_changed(config, outside), group.setting)
-            if decided is group.value:
-                config = _changed(config, {keys: group.default})
-            elif inside:
-                raise OptionError(
-                    names[inside[0]],
-                    f"{group.setting} {decided.value}",
-                    f"{option_name(group.setting)} {group.value.value} with it",
-                )
-        changed: Any = _changed(config, changes)
-        changed.check_bounds()
-        return cast("C", changed)
+                config = _changed(config, setting.keys, value)
+        config.check_bounds()
+        return cast("C", config)
 
     def settings(self) -> Iterator[Setting]:
         """Return all settings that are options, in the order of the fields."""
-        yield from self._settings_of(self.default, (), None)
+        yield from self._settings_of(self.default, ())
 
-    def _settings_of(self, config: Any, keys: Keys, group: Group | None) -> Iterator[Setting]:
+    def _settings_of(self, config: Any, keys: Keys) -> Iterator[Setting]:
         kinds = kinds_of(config)
         for field in dataclasses.fields(config):
             if field.name in self.without:
                 continue
             value, inner = getattr(config, field.name), (*keys, field.name)
             if OPTION in field.metadata:
-                kind = kinds[field.name].kind
                 shows = {**self.shows.get(field.name, {})}
                 if field.name in self.by_model:
                     shows["shown"] = BY_MODEL
                 option = dataclasses.replace(field.metadata[OPTION], **shows)
-                choices = self._choices(kind)
-                text = option.help.format(choices=", ".join(str(each.value) for each in choices))
-                option = dataclasses.replace(option, help=text) if choices else option
-                yield Setting(inner, option, kind, value, group, choices)
-            elif GROUP in field.metadata:
-                within: Group = field.metadata[GROUP]
-                yield from self._settings_of(within.default, inner, within)
+                yield Setting(inner, option, kinds[field.name].kind, value)
             elif isinstance(value, Config):
-                yield from self._settings_of(value, inner, group)
-
-    def _choices(self, kind: Any) -> tuple[enum.Enum, ...]:
-        """Return the values of an enum, but those that need a group which is no option here."""
-        if not isinstance(kind, enum.EnumMeta):
-            return ()
-        needed = {
-            field.metadata[GROUP].value
-            for config in configurations(self.default)
-            for field in dataclasses.fields(config)
-            if GROUP in field.metadata and field.name in self.without
-        }
-        values: Any = kind
-        return tuple(value for value in values if value not in needed)
+                yield from self._settings_of(value, inner)
 
 
 def with_options(
@@ -416,27 +388,30 @@ def _parameter(
     setting: Setting, name: str, kind: Any, text: str, *, default: Any, hidden: bool = False
 ) -> Parameter:
     option = setting.option
-    parser: Any = {Path: read_path, int: read_integer}.get(kind)
-    if option.reads is Reads.NAME:
-        parser = read_name
-    elif callable(option.reads):
+    metavars = {bool: None, int: "INTEGER", float: "FLOAT"}
+    metavar, completions = option.metavar or metavars.get(kind, "TEXT"), option.completions
+    if callable(option.reads):
         kind, default = str, None  # the configuration reads it
+    elif setting.choices and kind is not bool:
+        completions = tuple(setting.choices)
+        metavar = option.metavar or f"[{'|'.join(completions)}]"
+        kind, default = str, None if default is None else default.value
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
     complete = None
-    if option.completions:
+    if completions:
 
         def complete(incomplete: str) -> list[str]:
-            return [each for each in option.completions if each.startswith(incomplete)]
+            return [each for each in completions if each.startswith(incomplete)]
 
     info = typer.Option(
         name,
-        help=text,
+        help=text.format(choices=", ".join(setting.choices)),
         rich_help_panel=option.panel,
-        metavar=option.metavar or ("INTEGER" if kind is int else None),
+        metavar=metavar,
         show_default=option.shown or default is not None,
         envvar=option.env,
-        parser=parser,
+        parser=None if kind is bool else setting.read,
         hidden=hidden,
         autocompletion=complete,
     )
@@ -479,18 +454,9 @@ def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
     return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
 
 
-def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
-    """Return a configuration with other values of some settings, wherever they are in it."""
-    own: dict[str, Any] = {keys[0]: value for keys, value in changes.items() if len(keys) == 1}
-    inner: dict[str, dict[Keys, Any]] = {}
-    for keys, value in changes.items():
-        if len(keys) > 1:
-            inner.setdefault(keys[0], {})[keys[1:]] = value
-    for name, within in inner.items():
-        own[name] = _changed(own.get(name, getattr(config, name)), within)
-    return dataclasses.replace(config, **own)
-
-
-def _find(config: Any, name: str) -> Any:
-    """Return the value of a field of a configuration, or of one that it holds."""
-    return next(getattr(each, name) for each in configurations(config) if hasattr(each, name))
+def _changed(config: Any, keys: Keys, value: Any) -> Any:
+    """Return a configuration with another value of a setting, wherever that is in it."""
+    name, *within = keys
+    if within:
+        value = _changed(getattr(config, name), tuple(within), value)
+    return dataclasses.replace(config, **{name: value})

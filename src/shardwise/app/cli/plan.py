@@ -139,12 +139,7 @@ class PlanConfig(Config):
         f"memory of a rank: a size, or '{DEVICE}' for all of it.",
         metavar="SIZE",
     )
-    beside: Runtime | None = setting(
-        None,
-        "Another runtime to plan for, too.",
-        OUTPUT,
-        flags={"--compare": (Runtime.TORCH, "Plan for torch's fully_shard too, and show both.")},
-    )
+    compare: bool = setting(False, "Plan for torch's fully_shard too, and show both.", OUTPUT)
     json: bool = setting(False, "Print JSON, for programs.", OUTPUT)
     html: Path | None = setting(
         None, "Write a page for browsers, with who holds what.", OUTPUT, metavar="FILE"
@@ -163,19 +158,18 @@ class PlanConfig(Config):
             settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)
             if ":" not in model:
                 find_settings(model)  # before torch is imported
-            if self.beside is not None:
-                self._compare(model, settings, self.beside)
+            if self.compare:
+                self._compare(model, settings)
                 return
             plan = self._plan(model, settings, limit)
         if self.html is not None:
             plan.to_html(self.html)
         if self.json:
-            text = json_module.dumps(plan.to_json(), separators=(",", ":"))
-            print(text)
+            print(json_module.dumps(plan.to_json(), separators=(",", ":")))
         elif self.html is None:
             print(plan)
 
-    def _compare(self, model: str, settings: Settings, beside: Runtime) -> None:
+    def _compare(self, model: str, settings: Settings) -> None:
         """Plan for two runtimes, and print both.
 
         Raises:
@@ -185,8 +179,7 @@ class PlanConfig(Config):
             if getattr(self, name) is not None:
                 expected = "none given: only one of two plans could have it"
                 raise OptionError("--compare", f"--{name} beside it", expected)
-        runtimes = (Runtime.SHARDWISE, beside)
-        plans = [self._plan(model, replace(settings, runtime=each), None) for each in runtimes]
+        plans = [self._plan(model, replace(settings, runtime=each), None) for each in Runtime]
         if self.json:
             both = {each.settings.runtime.value: each.to_json() for each in plans}
             print(json_module.dumps(both, separators=(",", ":")))

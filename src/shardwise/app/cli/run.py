@@ -9,8 +9,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,10 +24,11 @@ from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
-from shardwise.elastic.rank import StopSignals, importing, run_rank
+from shardwise.elastic.rank import importing, run_rank, run_worker
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
     LOCKED,
+    WORKER_JOB,
     ReplicaWorld,
     World,
     environment,
@@ -132,28 +132,6 @@ class LaunchConfig(HostsConfig):
         return self.nodes_within(self.rdzv_timeout)
 
 
-#: What runs a rank in a process that is not its own; see :func:`in_workers`.
-_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], None]], None] | None] = (
-    ContextVar("be_worker", default=None)
-)
-
-
-@contextlib.contextmanager
-def in_workers(
-    be_worker: Callable[[World, Callable[[World, StopSignals], None]], None],
-) -> Iterator[None]:
-    """Let :func:`run` return or raise, in a process that another program has started.
-
-    Args:
-        be_worker: what runs a rank there.
-    """
-    token = _BE_WORKER.set(be_worker)
-    try:
-        yield
-    finally:
-        _BE_WORKER.reset(token)
-
-
 def run(job: TrainingJob, launch: LaunchConfig) -> None:
     """Be a rank of the world that the environment names, or start this host's part of a world.
 
@@ -185,11 +163,11 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             held = contextlib.ExitStack()
             held.enter_context(job.plan(world))
             atexit.register(held.close)
-        if (be_worker := _BE_WORKER.get()) is not None:
+        if WORKER_JOB in os.environ:
             out = job.config.train.output.out
             expected = "an absolute path, since workers may run in folders of their own"
             require(out.is_absolute(), "--out", out, expected)
-            be_worker(world, job.run)
+            run_worker(world, job.run)
             return
         run_rank(world, job.run)
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"

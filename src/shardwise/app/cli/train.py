@@ -23,7 +23,9 @@ from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
-from shardwise.insight.schema.training import OptimizerConfig
+from shardwise.frontends.strategies import Strategy
+from shardwise.insight.schema.option import require
+from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig
 
 _LM = """
 [bold]Examples[/bold]
@@ -113,7 +115,9 @@ _FILES = (
     _file_option("--save-config", "Write the options to a new file for --config, and exit."),
 )
 
+_STRATEGIES = ", ".join(each.value for each in Strategy if each is not Strategy.DILOCO)
 _BY_EPOCHS = {
+    "strategy": {"help": f"What is sharded: {_STRATEGIES}."},
     "batch_size": {"help": "Images per rank and microbatch."},
     "steps": {"help": "End after this many optimizer steps, if that is before --epochs."},
     "eval_every": {"help": "Epochs between evaluations; 0: only at the end."},
@@ -126,7 +130,7 @@ def _options_of(recipe: str) -> Options[RecipeConfig]:
         from shardwise.app.recipes.text.config import DEFAULTS
 
         return Options(
-            default=DEFAULTS[recipe],
+            default=DEFAULTS[recipe].with_train(diloco=DilocoConfig()),
             shows={
                 "batch_size": {"help": "Sequences per rank and microbatch."},
                 "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
@@ -137,7 +141,6 @@ def _options_of(recipe: str) -> Options[RecipeConfig]:
 
     return Options(
         default=IMAGES[recipe],
-        without=frozenset({"diloco"}),
         shows=_BY_EPOCHS,
         by_model=frozenset({"batch_size", "image_size"} if recipe == "vit" else ()),
     )
@@ -186,16 +189,24 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
             value = given.get(parameter_name(name))
             return in_file.get(name) if value is None else value
 
-        config: RecipeConfig | None = None
+        config = default
         if (weights := asked("--from")) is not None:
             config = default.for_pretrained(weights)
         elif (model := asked("--model")) is not None:
-            config = default.for_model(model)
+            config = default.for_model(model) or default
         if (algorithm := asked("--optimizer")) is not None:
-            config = config or default
             assert isinstance(config.train.optimizer, OptimizerConfig)
             config = config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
+        config = config.with_train(diloco=default.train.diloco)
         config = options.read(given, config, in_file)
+        strategy = config.train.sharding.strategy
+        if default.train.diloco is not None and strategy is not Strategy.DILOCO:
+            for setting in options.settings():
+                said = any(asked(name) is not None for name in setting.names)
+                expected = "--strategy diloco with it"
+                alone = said and "diloco" in setting.keys
+                require(not alone, setting.key, f"strategy {strategy.value}", expected)
+            config = config.with_train(diloco=None)
         if asked("--epochs") is not None and asked("--steps") is None:
             config = config.with_train(steps=None)  # in place of a default number
         launching = launch.read(given, None, in_file)

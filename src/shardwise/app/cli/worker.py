@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from shardwise.app.cli.main import commands
 from shardwise.app.cli.options import UsageError, describe
-from shardwise.app.cli.run import in_workers
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.rank import run_worker
 from shardwise.elastic.world import WORKER_JOB, environment, find_world
 
 
@@ -32,9 +30,9 @@ def train(arguments: Sequence[str], job: str) -> None:
     """
     if find_world() is None:
         raise UserError("environment: found no RANK and WORLD_SIZE, expected those of a worker")
-    with in_workers(run_worker), environment(**{WORKER_JOB: job}):
+    with environment(**{WORKER_JOB: job}):
         try:
             words = ["train", *arguments]
             commands(words)(words, standalone_mode=False)
         except UsageError as error:
-            raise UserError(describe(error, arguments)) from None
+            raise UserError(describe(error)) from None

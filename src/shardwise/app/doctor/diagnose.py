@@ -407,23 +407,6 @@ def _advice(nodes: Nodes, error: OSError) -> str:
     return "no route leads there; is the address right, and the interface up?"
 
 
-#: The names of all checks, in the order in which they run.
-CHECKS = (
-    RENDEZVOUS,
-    checks.RANKS,
-    checks.WORLD,
-    checks.VERSIONS,
-    checks.START,
-    checks.DEVICES,
-    checks.NAMES,
-    checks.INTERFACES,
-    checks.LIMITS,
-    checks.CLOCKS,
-    checks.PORTS,
-    checks.LINKS,
-    checks.INSIDE,
-)
-
 #: The longest that each step takes, in seconds, in addition to ``--timeout`` for all to come.
 SECONDS = {"facts": 10.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
 
@@ -451,16 +434,15 @@ def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding
             healthy = healthy and finding.level is not Level.FAIL
             say(finding)
 
-    if nodes.backend is not JobBackend.OURS:
-        report([check_backend(nodes)])
-        report(_check_each([own], {}))
-        return healthy
     try:
-        with contextlib.closing(HostGroup(nodes)) as hosts:
-            _check_all(nodes, hosts, own, least_gbit, report)
+        if nodes.backend is JobBackend.OURS:
+            with contextlib.closing(HostGroup(nodes)) as hosts:
+                _check_all(nodes, hosts, own, least_gbit, report)
+            return healthy
+        found = check_backend(nodes)
     except RendezvousError as error:
-        report([error.finding])
-        report(_check_each([own], {}))
+        found = error.finding
+    report([found, *_check_each([own], {})])
     return healthy
 
 

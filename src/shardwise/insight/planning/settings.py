@@ -37,7 +37,6 @@ from shardwise.insight.schema.option import (
     as_json,
     require,
     setting,
-    view,
 )
 from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
 from shardwise.transport.wire import WireFormat
@@ -263,8 +262,16 @@ class Settings(StrategyConfig, PlannedStep):
 
     @classmethod
     def of(cls, *configs: Config, **own: Any) -> Settings:
-        """Return what configurations ask for, the first one that has a field; see :func:`view`."""
-        return cls(**view(*configs, of=cls, **own))
+        """Return what configurations ask for, the first one that has a field.
+
+        Args:
+            configs: they share fields with this, by their names.
+            own: fields that they do not share.
+        """
+        for config in configs:
+            names = {each.name for each in fields(cls)} & {each.name for each in fields(config)}
+            own = {**{name: getattr(config, name) for name in names}, **own}
+        return cls(**own)
 
     def __post_init__(self) -> None:
         """Check the values.

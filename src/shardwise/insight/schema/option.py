@@ -14,7 +14,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -23,8 +23,7 @@ from shardwise.elastic.errors import UserError
 
 T = TypeVar("T")
 
-#: Keys of ``dataclasses.field(metadata=...)``.
-OPTION, GROUP = "option", "group"
+OPTION = "option"  # key of ``dataclasses.field(metadata=...)``
 
 # Panels of --help.
 HOSTS, MODEL, TRAINING, SHARDING = "Several hosts", "Model and data", "Training", "Sharding"
@@ -146,21 +145,6 @@ class Option:
     fixed: bool = False
 
 
-@dataclass(frozen=True)
-class Group:
-    """Settings that go with one value of another setting; None for all other values.
-
-    Attributes:
-        default: the settings and their defaults, a frozen dataclass.
-        setting: name of the field that decides, in the configuration or one that it holds.
-        value: the value that they go with.
-    """
-
-    default: Any
-    setting: str
-    value: enum.Enum
-
-
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:
     """Return the metadata of a field that is an option; see :class:`Option`."""
     return {OPTION: Option(help=text, panel=panel, **settings)}
@@ -230,10 +214,18 @@ def _kinds_of(config: type[Any]) -> Mapping[str, _FieldKind]:
         kind = hint if bounds is None else get_args(hint)[0]
         reads = setting.reads if callable(setting.reads) else None
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
-            reads = reads or kind
+            reads = reads or partial(_member, kind)
         name = (setting.name or option_name(each.name)).partition("/")[0]
         found[each.name] = _FieldKind(name, kind, bounds, reads)
     return found
+
+
+def _member(kind: Any, text: str) -> enum.Enum:
+    """Return the member of an enum that a text stands for."""
+    members: dict[str, enum.Enum] = {str(each.value): each for each in kind}
+    if text not in members:
+        raise NotPossibleError("", text, f"one of {', '.join(members)}")
+    return members[text]
 
 
 @dataclass(frozen=True)
@@ -248,7 +240,8 @@ class Config:
         for name, kind in kinds_of(self).items():
             value = getattr(self, name)
             if kind.reads is not None and type(value) is str:
-                object.__setattr__(self, name, read_text(kind.name, value, kind.reads))
+                with naming(kind.name):
+                    object.__setattr__(self, name, kind.reads(value))
 
     def check_bounds(self) -> None:
         """Check every number of this, and of the configurations within, against its bounds.
@@ -299,7 +292,7 @@ def fixed_defaults(config: Any) -> dict[str, Any]:
         for setting in fields(each):
             if OPTION in setting.metadata and setting.metadata[OPTION].fixed:
                 default = None if setting.default is MISSING else setting.default
-                found[setting.name] = _plain(default)
+                found[setting.name] = as_json(default)
     return found
 
 
@@ -312,50 +305,12 @@ def naming(option: str, hint: str = "") -> Iterator[None]:
         raise OptionError(option, error.found, error.expected + hint) from error.__cause__
 
 
-def read_text(option: str, text: str, reads: Callable[[str], Any]) -> Any:
-    """Return the value that a text stands for.
-
-    Raises:
-        OptionError: there is none.
-    """
-    try:
-        return reads(text)
-    except NotPossibleError as error:
-        raise OptionError(option, error.found, error.expected) from None
-    except ValueError:
-        choices: Any = reads  # an enum: no other function raises this
-        names = ", ".join(str(each.value) for each in choices)
-        raise OptionError(option, text, f"one of {names}") from None
-
-
-def view(*configs: Any, of: type, **own: Any) -> dict[str, Any]:
-    """Return the fields that a kind of configuration shares with others, by their names.
-
-    Args:
-        configs: the others; the first one that has a field gives it.
-        of: the kind.
-        own: fields that it does not share.
-    """
-    kind: Any = of
-    names = kind.__dataclass_fields__.keys() - own.keys()
-    shared: dict[str, Any] = {}
-    for config in reversed(configs):
-        found = names & config.__dataclass_fields__.keys()
-        shared |= {name: getattr(config, name) for name in found}
-    return {**shared, **own}
-
-
-def as_json(config: Any) -> dict[str, Any]:
-    """Return a configuration as plain values that JSON can hold."""
-    values: dict[str, Any] = _plain(config)
-    return values
-
-
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Return a configuration, or a value in one, as plain values that JSON can hold."""
     if isinstance(value, Config):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [as_json(each) for each in value]
     if isinstance(value, enum.Enum):
         return value.value
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -21,7 +21,6 @@ from shardwise.elastic.world import World, most_ranks
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import (
     DILOCO,
-    GROUP,
     HOSTS,
     OUTPUT,
     SEEDS,
@@ -29,7 +28,6 @@ from shardwise.insight.schema.option import (
     Config,
     Count,
     Fraction,
-    Group,
     Natural,
     NotNegative,
     OptionError,
@@ -177,7 +175,6 @@ class OptimizerConfig(Config):
         if self.min_lr is not None:
             expected = f"0 to {self.lr}, the peak of --lr"
             require(0 <= self.min_lr <= self.lr, "--min-lr", self.min_lr, expected)
-        rules_of(self.param_groups)
 
     def usual_for(self, algorithm: OptimizerName) -> OptimizerConfig:
         """Return this with the defaults that go with an optimizer, if these are AdamW's.
@@ -206,15 +203,6 @@ class SgdConfig(Config):
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: NotNegative = setting(0.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
-
-    def check_values(self) -> None:
-        """Check numbers, and the settings of groups.
-
-        Raises:
-            OptionError: names the first option that is wrong.
-        """
-        super().check_values()
-        rules_of(self.param_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,10 +433,7 @@ class TrainConfig(StepConfig):
         shown="torch's, 1800",
     )
     sharding: ShardingConfig = field(default=ShardingConfig())
-    diloco: DilocoConfig | None = field(
-        default=None,
-        metadata={GROUP: Group(DilocoConfig(), "strategy", Strategy.DILOCO)},
-    )
+    diloco: DilocoConfig | None = None
     output: OutputConfig
 
     def examples_per_step(self, world_size: int) -> int:
@@ -462,6 +447,7 @@ class TrainConfig(StepConfig):
             OptionError: names the first option that is wrong.
         """
         super().check_values()
+        rules_of(self.optimizer.param_groups)
         device, steps = self.device, self.steps
         require(device.isidentifier(), "--device", repr(device), "a type of device, such as cpu")
         if (asked := self.output.timeline) is not None:
@@ -475,12 +461,10 @@ class TrainConfig(StepConfig):
             f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
             "another one: only train lm has them" if apart else Strategy.DILOCO.value,
         )
+        in_memory = "keep parameters and states in memory"
         others = {
-            "--offload": (sharding.offload, "keep parameters and states in memory"),
-            "--offload-parameters": (
-                sharding.offload_parameters,
-                "keep parameters and states in memory",
-            ),
+            "--offload": (sharding.offload, in_memory),
+            "--offload-parameters": (sharding.offload_parameters, in_memory),
             "--step-in-backward": (self.stepping is Stepping.IN_BACKWARD, "step after backward"),
         }
         for name, (asked_for, why) in others.items():
