@@ -11,7 +11,6 @@ import pytest
 
 from shardwise.insight.schema.option import (
     DILOCO,
-    GROUP,
     HOSTS,
     MODEL,
     OPTION,
@@ -19,13 +18,14 @@ from shardwise.insight.schema.option import (
     SAMPLE,
     SHARDING,
     TRAINING,
-    Group,
     Option,
     option,
     option_name,
 )
-from shardwise.insight.schema.training import DilocoConfig, TrainConfig
+from shardwise.insight.schema.training import DilocoConfig
 from tests.recipes.small import RECIPES
+
+ALL = {**RECIPES, "lm with DiLoCo": RECIPES["lm"].with_train(diloco=DilocoConfig())}
 
 
 def options(config: Any) -> Iterator[tuple[str, Option]]:
@@ -34,8 +34,6 @@ def options(config: Any) -> Iterator[tuple[str, Option]]:
         value = getattr(config, each.name)
         if OPTION in each.metadata:
             yield each.name, each.metadata[OPTION]
-        elif GROUP in each.metadata:
-            yield from options(each.metadata[GROUP].default)
         elif dataclasses.is_dataclass(value):
             yield from options(value)
 
@@ -60,27 +58,19 @@ def test_an_option_is_called_as_its_field_with_hyphens() -> None:
     assert option_name("checkpoint_every") == "--checkpoint-every"
 
 
-def test_settings_of_diloco_go_with_its_strategy_alone() -> None:
-    (diloco,) = (each for each in dataclasses.fields(TrainConfig) if each.name == "diloco")
-    group: Group = diloco.metadata[GROUP]
-    assert (group.default, group.setting, group.value.value) == (
-        DilocoConfig(), "strategy", "diloco",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_every_option_has_a_sentence_for_help_and_a_panel_that_exists(recipe: str) -> None:
     panels = {None, HOSTS, MODEL, TRAINING, SHARDING, DILOCO, OUTPUT, SAMPLE}
-    for name, each in options(RECIPES[recipe]):
+    for name, each in options(ALL[recipe]):
         assert each.help.endswith("."), name
         assert each.panel in panels, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_no_two_settings_of_a_recipe_share_a_name(recipe: str) -> None:
     """Runs are compared by the innermost names of their settings: a name means one thing."""
-    names = [name for name, _ in options(RECIPES[recipe])]
+    names = [name for name, _ in options(ALL[recipe])]
     assert len(names) == len(set(names))
-    shown = [each.name or option_name(name) for name, each in options(RECIPES[recipe])]
-    former = [name for _, each in options(RECIPES[recipe]) for name in each.former]
+    shown = [each.name or option_name(name) for name, each in options(ALL[recipe])]
+    former = [name for _, each in options(ALL[recipe]) for name in each.former]
     assert len(set(shown + former)) == len(shown + former), "an old name now means something else"

@@ -128,9 +128,10 @@ class RankTurns:
         self.has_ended = True
         self._saved = []
         threads, self._threads = self._threads, []
-        for gate in self._gates[: len(threads)]:
+        # One by one: threads that end together may wait for each other forever, as what torch keeps
+        # of DTensors for each of them goes.
+        for gate, thread in zip(self._gates, threads, strict=False):
             gate.release()
-        for thread in threads:
             if thread is not threading.current_thread():  # which lets go of its own world
                 thread.join(1)  # one that a second Ctrl-C has left may be in a long call
 
