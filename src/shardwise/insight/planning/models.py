@@ -51,7 +51,7 @@ def find_model(name: str, device: torch.device | str = "meta") -> Blueprint:
         return of_module(_call(name, device), name)
     settings = find_settings(name)
     if name in LLAMAS and "vocab_size" not in settings:
-        return language_model(name, settings, BYTE_VOCABULARY, SEPARATOR)
+        return of_module(build(settings, BYTE_VOCABULARY, SEPARATOR), name)
     return of_settings(name, settings)
 
 
@@ -87,21 +87,11 @@ def of_settings(name: str, settings: dict[str, Any]) -> Blueprint:
         ModelError: ``transformers`` cannot build it.
     """
     if settings["model_type"] not in ("vit", "resnet"):
-        return language_model(name, settings)
+        return of_module(build(settings), name)
     model = build_classifier(settings, len(settings.get("id2label", ())) or CLASSES)
     if settings["model_type"] == "vit":
         return Blueprint(name, model, decoder_layers(model), placement=vit_placement)
     return Blueprint(name, model, repeated_blocks(model))
-
-
-def language_model(
-    name: str,
-    settings: dict[str, Any],
-    vocab_size: int | None = None,
-    separator: int | None = None,
-) -> Blueprint:
-    """Build a causal language model, and say how tensor parallelism cuts it; see :func:`build`."""
-    return of_module(build(settings, vocab_size, separator), name)
 
 
 def vit_placement(param: nn.Parameter) -> Shard | None:
@@ -154,7 +144,7 @@ def load_object(name: str) -> Callable[..., Any]:
 
 
 def build(
-    settings: dict[str, Any], vocab_size: int | None, separator: int | None
+    settings: dict[str, Any], vocab_size: int | None = None, separator: int | None = None
 ) -> PreTrainedModel:
     """Build a causal language model on the meta device.
 
