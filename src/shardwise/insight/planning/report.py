@@ -165,7 +165,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
-        exchange = self.settings.exchange
+        diloco = self.settings.diloco
         return {
             "version": JSON_VERSION,
             "model": self.model,
@@ -185,10 +185,10 @@ class Plan:
                 for rank in self.ranks
             ],
             "step": self._json_of_step(),
-            "exchange": exchange
+            "exchange": diloco
             and {
-                "wire": exchange.wire.value,
-                "every": exchange.every,
+                "wire": diloco.wire.value,
+                "every": diloco.local_steps,
                 "bytes_sent": self.exchanged,
             },
             "fits": self.fits,

@@ -86,9 +86,9 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step", _batch(settings)
     yield "precision", ", ".join(_precision(settings))
     yield "optimizer", _optimizer(settings)
-    if (exchange := settings.exchange) is not None:
-        sent = f"{binary_size(plan.exchanged)} sent by a rank as {exchange.wire.value}"
-        yield "exchange", f"every {counted(exchange.every, 'step')}, {sent}"
+    if (diloco := settings.diloco) is not None:
+        sent = f"{binary_size(plan.exchanged)} sent by a rank as {diloco.wire.value}"
+        yield "exchange", f"every {counted(diloco.local_steps, 'step')}, {sent}"
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)
