@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,9 @@ def of_module(model: object, name: str | None = None) -> Blueprint:
         transformer: Any = model
         has_list = any(isinstance(module, nn.ModuleList) for module in model.modules())
         blocks = decoder_layers(transformer) if has_list else repeated_blocks(model)
-        styles, heads = _styles(transformer), dict(_heads(transformer.config))
-        return Blueprint(name, model, blocks, tensor_parallel=styles, heads=heads)
+        counts = {what: getattr(transformer.config, field, None) for field, what in _HEADS.items()}
+        heads = {what: count for what, count in counts.items() if isinstance(count, int)}
+        return Blueprint(name, model, blocks, tensor_parallel=_styles(transformer), heads=heads)
     return Blueprint(name, model, repeated_blocks(model))
 
 
@@ -164,7 +165,7 @@ def build(
     if separator is not None:
         own |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     with torch.device("meta"):
-        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
+        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "a causal language model")
 
 
 def build_classifier(
@@ -185,7 +186,9 @@ def build_classifier(
     own = {"num_labels": classes}
     rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
     with torch.device(device):
-        return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
+        return _from_settings(
+            AutoModelForImageClassification, {**rest, **own}, "an image classifier"
+        )
 
 
 def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
@@ -195,10 +198,8 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
         # Their first sentence; a list of everything that would do follows.
         first = " ".join(str(error).split()).partition(". ")[0]
         reason = textwrap.shorten(first, 200, placeholder=" ...")
-        raise ModelError(
-            f"settings that transformers cannot use ({reason})",
-            f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
-        ) from error
+        found = f"settings that transformers cannot use ({reason})"
+        raise ModelError(found, f"those of {kind}") from error
     model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
     return model
 
@@ -286,11 +287,8 @@ _STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
 }
 
 
-def _heads(config: Any) -> Iterator[tuple[str, int]]:
-    for field, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key and value heads"),
-    ):
-        count = getattr(config, field, None)
-        if isinstance(count, int):
-            yield what, count
+#: What the heads are called that tensor parallelism divides, by fields of configurations.
+_HEADS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+}

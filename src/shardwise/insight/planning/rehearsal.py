@@ -212,11 +212,9 @@ def shard_model(
 
 def _ends(model: nn.Module) -> frozenset[str]:
     """The names of the modules that compute logits or the loss: the model itself, and its head."""
-    ends = {""}
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    ends |= {name for name, module in model.named_modules() if head is not None and module is head}
-    return frozenset(ends)
+    ends = (model, find() if callable(find) else None)
+    return frozenset(name for name, module in model.named_modules() if module in ends)
 
 
 class _Optimizer:

@@ -175,7 +175,7 @@ class Plan:
             "ranks": [
                 {
                     "ranks": rank.ranks,
-                    "bytes": bytes_of(rank),
+                    "bytes": {kind.value: getattr(rank, kind.value) for kind in Memory},
                     "peak": rank.peak,
                     "peak_moment": rank.peak_moment,
                     "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
@@ -221,8 +221,3 @@ class Plan:
             "mfu": step and step.mfu,
             "bound_by": step and step.bound_by,
         }
-
-
-def bytes_of(rank: RankBytes) -> dict[str, int]:
-    """Return the bytes at the peak by kind of memory, as named in JSON."""
-    return {kind.value: getattr(rank, kind.value) for kind in Memory}

@@ -83,12 +83,12 @@ def plan_training(
         free //= world.local_size
     if example.keeps(blueprint.model, free):
         settings = replace(settings, reshard_after_forward=False)
+    available = None
     if machine is None and device.type != devices.CPU.type:
         # No times are known, but the device is here: it says what is free.
         settings = replace(settings, device_type=device.type)
-        available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
-        return make_plan(blueprint, settings, None, available, rehearsed)
-    return make_plan(blueprint, settings, machine, None, rehearsed)
+        available = Available(nbytes=free, source=devices.name(device))
+    return make_plan(blueprint, settings, machine, available, rehearsed)
 
 
 @contextmanager
