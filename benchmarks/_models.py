@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.insight.planning.presets import LlamaShape
+from shardwise.insight.planning.presets import llama_settings
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -21,7 +21,7 @@ a gradient on its way between ranks would then show another loss than its peers.
 """
 
 
-_llama = functools.partial(LlamaShape, positions=2048)
+_llama = functools.partial(llama_settings, positions=2048)
 PRESETS = {
     "tiny": _llama(hidden=64, intermediate=176, layers=3, heads=4, vocabulary=256),  # for tests
     "5m": _llama(hidden=256, intermediate=688, layers=5, heads=4, vocabulary=2048),
@@ -41,13 +41,14 @@ PRESETS = {
 def numel(preset: str) -> int:
     """Count the parameters of a model that is not built."""
     size = PRESETS[preset]
-    block = 4 * size.hidden**2 + 3 * size.hidden * size.intermediate + 2 * size.hidden
-    return size.layers * block + 2 * vocabulary(preset) * size.hidden + size.hidden
+    hidden, intermediate = size["hidden_size"], size["intermediate_size"]
+    block = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden
+    return int(size["num_hidden_layers"] * block + 2 * vocabulary(preset) * hidden + hidden)
 
 
 def vocabulary(preset: str) -> int:
     """Return the rows of the embedding."""
-    return PRESETS[preset].vocabulary or 0
+    return int(PRESETS[preset]["vocab_size"])
 
 
 def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
@@ -60,7 +61,7 @@ def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
     """
     from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which tables need not wait
 
-    settings = PRESETS[preset].settings() | {"use_cache": False}
+    settings = PRESETS[preset] | {"use_cache": False}
     settings |= {"bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(seed)
     with torch.device(device):

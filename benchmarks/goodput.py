@@ -172,7 +172,7 @@ class Judge:
     """
 
     def __init__(self, model: str, length: int) -> None:
-        self._model: Any = build(LLAMAS[model].settings(), VOCAB_SIZE, SEPARATOR)
+        self._model: Any = build(LLAMAS[model], VOCAB_SIZE, SEPARATOR)
         fully_shard(self._model)
         initialize(self._model, 0)
         self._length = length

@@ -21,15 +21,15 @@ from _report import Table, wide_console
 from shardwise.frontends.strategies import Checkpointing, WantedMesh
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
-from shardwise.insight.planning.machine import Machine
+from shardwise.insight.planning.machine import Machine, link_named
 from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.schema.sharding import PrecisionName
 
-H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
-A100 = Machine.named("a100", "ib-200", ranks_per_host=8)
+H100 = Machine.named("h100-hbm2e")
+A100 = replace(Machine.named("a100"), between=link_named("ib-200"))
 
 
 @dataclass(frozen=True)

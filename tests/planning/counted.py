@@ -35,6 +35,7 @@ from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.training import DilocoConfig
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
@@ -73,7 +74,7 @@ class Training:
         reshard_after_forward: in place of what the strategy says.
         wire: the formats of what is sent.
         per_host: how many ranks share a host; 0: all.
-        outer_states: how many copies of the shards DiLoCo keeps; 2 or 3 with its strategy.
+        diloco: how replicas exchange parameters, with that strategy.
     """
 
     seed: int
@@ -87,7 +88,7 @@ class Training:
     reshard_after_forward: bool | int | None = None
     wire: Wires = PLAIN
     per_host: int = 0
-    outer_states: int = 0
+    diloco: DilocoConfig | None = None
 
     @classmethod
     def draw(
@@ -142,7 +143,7 @@ class Training:
             backend="fake" if self.transport == "collectives" else None,  # see counted()
             collective_wire=self.wire,
             ranks_per_host=self.per_host or None,
-            outer_states=self.outer_states,
+            diloco=self.diloco,
             batch=lambda size: torch.ones(size, width),
         )
 
@@ -379,13 +380,13 @@ def _count(training: Training, looks: int) -> Found:
             "sgd-momentum": lambda: torch.optim.SGD(trained, momentum=0.9),
         }[training.optimizer]()
         states: list[Any] = []
-        if training.outer_states:
+        if training.diloco is not None:
             apart = DiLoCo(
                 model,
                 optimizer,
                 every=100,
                 group=mesh[REPLICATE],
-                error_feedback=training.outer_states == 3,
+                error_feedback=training.diloco.keeps_errors,
             )
             states = [each[DILOCO] for each in apart.state_dict()["state"].values()]
         _step(model, settings, optimizer)

@@ -16,6 +16,7 @@ from shardwise import PlannedStep, StrategyConfig
 from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
+from shardwise.insight.schema.training import DilocoConfig
 from tests.planning.counted import (
     EXACT,
     CorpusTraining,
@@ -169,10 +170,14 @@ def test_the_bytes_that_a_plan_sends_over_two_levels_are_exact() -> None:
 
 
 @pytest.mark.skipif(not libc.has_futex(), reason="shared memory is for Linux on x86-64")
-@pytest.mark.parametrize(("seed", "outer_states", "transport"), [(1, 2, "shm"), (3, 3, "c10d")])
+@pytest.mark.parametrize(("seed", "errors", "transport"), [(1, False, "shm"), (3, True, "c10d")])
 def test_a_plan_of_replicas_that_train_apart_is_exact(
-    seed: int, outer_states: int, transport: str
+    seed: int, errors: bool, transport: str
 ) -> None:
     drawn = Training.draw(seed, 4, transport)
     apart = {"mesh": "dp_replicate=2,dp_shard=2", "strategy": Strategy.DILOCO}
-    check(replace(drawn, reshard_after_forward=None, outer_states=outer_states, **apart))
+    check(
+        replace(
+            drawn, reshard_after_forward=None, diloco=DilocoConfig(error_feedback=errors), **apart
+        )
+    )

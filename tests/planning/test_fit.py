@@ -75,13 +75,13 @@ class World:
 
 def test_every_nth_block_is_recomputed_where_any_is() -> None:
     settings = _settings(activation_checkpointing=Checkpointing.FULL, recompute_every=2)
-    found = [fit(_blueprint(), settings, gib * GiB, World()).settings for gib in (10_000, 25)]
+    found = [fit(_blueprint(), settings, gib * GiB, World())[0] for gib in (10_000, 25)]
     modes = [(each.activation_checkpointing, each.recompute_every) for each in found]
     assert modes == [(Checkpointing.NONE, 1), (Checkpointing.FULL, 2)]
 
 
 def test_with_much_memory_nothing_is_recomputed_and_little_is_sent() -> None:
-    found = fit(_blueprint(), _settings(), 10_000 * GiB, World()).settings
+    found, _ = fit(_blueprint(), _settings(), 10_000 * GiB, World())
     assert found.activation_checkpointing is Checkpointing.NONE
     assert found.strategy in (Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
     assert found.batch_size == 64
@@ -89,23 +89,23 @@ def test_with_much_memory_nothing_is_recomputed_and_little_is_sent() -> None:
 
 def test_what_is_found_fits_and_nothing_that_fits_is_faster() -> None:
     world, blueprint, limit = World(), _blueprint(), 60 * GiB
-    found = fit(blueprint, _settings(), limit, world)
-    exact = world(blueprint, found.settings)
+    best, alternatives = fit(blueprint, _settings(), limit, world)
+    exact = world(blueprint, best)
     assert exact.peak <= limit
-    rate = found.settings.samples / exact.seconds
-    fitting = [each for each in found.alternatives if each.fits]
+    rate = best.samples / exact.seconds
+    fitting = [each for each in alternatives if each.fits]
     assert fitting
     assert all(each.tokens_per_second <= rate * 1.0001 for each in fitting)
-    faster = [each for each in found.alternatives if not each.fits]
+    faster = [each for each in alternatives if not each.fits]
     assert faster
     assert all(each.peak > limit for each in faster)
 
 
 def test_few_are_rehearsed_in_full() -> None:
     world = World()
-    found = fit(_blueprint(), _settings(), 60 * GiB, world)
+    best, _ = fit(_blueprint(), _settings(), 60 * GiB, world)
     assert len(world.full) == 2
-    assert found.settings in world.full
+    assert best in world.full
 
 
 def test_an_estimate_that_was_too_low_leads_to_the_next() -> None:
@@ -116,9 +116,9 @@ def test_an_estimate_that_was_too_low_leads_to_the_next() -> None:
             return Measured(peak=1e15, seconds=1.0) if first else measured
 
     world = Surprising()
-    found = fit(_blueprint(), _settings(), 60 * GiB, world)
+    best, _ = fit(_blueprint(), _settings(), 60 * GiB, world)
     assert len(world.full) == 3
-    assert found.settings in world.full[1:]
+    assert best in world.full[1:]
 
 
 def test_of_two_that_fit_the_faster_one_is_returned() -> None:
@@ -129,7 +129,7 @@ def test_of_two_that_fit_the_faster_one_is_returned() -> None:
             return Measured(peak=measured.peak, seconds=1e6) if first else measured
 
     world = Slower()
-    assert fit(_blueprint(), _settings(), 60 * GiB, world).settings == world.full[1]
+    assert fit(_blueprint(), _settings(), 60 * GiB, world)[0] == world.full[1]
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:

@@ -37,11 +37,11 @@ shared_by = "host"
 
 
 def test_a_known_machine_has_the_link_of_its_device_inside_a_host() -> None:
-    machine = Machine.named("a100", "ethernet-100", ranks_per_host=4)
+    machine = Machine.named("a100")
     assert machine.device is DEVICES["a100"]
     assert machine.inside is LINKS["nvlink3"]
-    assert machine.between is LINKS["ethernet-100"]
-    assert machine.ranks_per_host == 4
+    assert machine.between is LINKS["ib-400"]
+    assert machine.ranks_per_host == 8
 
 
 @pytest.mark.parametrize("name", DEVICES)

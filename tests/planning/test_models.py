@@ -52,7 +52,7 @@ def test_published_models_have_their_published_sizes(name: str, billions: float)
 def test_a_small_llama_has_the_vocabulary_of_bytes() -> None:
     blueprint = find_model("llama-tiny")
     assert blueprint.model.get_input_embeddings().weight.shape == (264, 128)  # type: ignore[operator]
-    assert len(blueprint.blocks) == LLAMAS["llama-tiny"].layers
+    assert len(blueprint.blocks) == LLAMAS["llama-tiny"]["num_hidden_layers"]
     assert blueprint.heads["attention heads"] == 4
     assert "model.layers.0.mlp.up_proj" in blueprint.tensor_parallel
 

@@ -209,7 +209,9 @@ def test_presets_have_the_size_in_their_name() -> None:
     # Without the vocabulary: attention and feed-forward of every layer.
     def millions(name: str) -> float:
         p = LLAMAS[name]
-        return p.layers * (4 * p.hidden**2 + 3 * p.hidden * p.intermediate) / 1e6
+        hidden = p["hidden_size"]
+        block = 4 * hidden**2 + 3 * hidden * p["intermediate_size"]
+        return float(p["num_hidden_layers"] * block / 1e6)
 
     assert millions("llama-34m") == pytest.approx(34, abs=1)
     assert millions("llama-150m") == pytest.approx(150, abs=1)

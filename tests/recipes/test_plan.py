@@ -77,7 +77,7 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
     [
         (
             _train(OptimizerConfig(lr=1.0)),
-            {"optimizer": "adamw", "clip_grad": 1.0, "outer_states": 0},
+            {"optimizer": "adamw", "clip_grad": 1.0, "diloco": None},
         ),
         (_train(OptimizerConfig(lr=1.0, algorithm=OptimizerName.MUON)), {"optimizer": "muon"}),
         (
@@ -92,7 +92,7 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
                 diloco=DilocoConfig(error_feedback=True),
                 sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2),
             ),
-            {"outer_states": 3},
+            {"diloco": DilocoConfig(error_feedback=True)},
         ),
         (
             _train(
@@ -100,7 +100,7 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
                 diloco=DilocoConfig(wire="ternary"),
                 sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2),
             ),
-            {"outer_states": 3},
+            {"diloco": DilocoConfig(wire="ternary")},
         ),
         (
             _train(
@@ -120,12 +120,20 @@ def test_settings_are_those_of_the_training(train: TrainConfig, expected: dict[s
     assert settings.world.size == 2
 
 
-def test_the_outer_state_of_diloco_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("config", "copies"),
+    [
+        (DilocoConfig(), 2),
+        (DilocoConfig(error_feedback=True), 3),
+        (DilocoConfig(wire="ternary"), 3),
+    ],
+)
+def test_the_outer_state_of_diloco_is_counted(config: DilocoConfig, copies: int) -> None:
     diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
     plain = _plan("mnist", sharding=diloco)
-    outer = _plan("mnist", sharding=diloco, diloco=DilocoConfig())
+    outer = _plan("mnist", sharding=diloco, diloco=config)
     more = outer.ranks[0].optimizer - plain.ranks[0].optimizer
-    assert more == pytest.approx(2 * 4 * plain.numel, rel=1e-3)  # and a little padding
+    assert more == pytest.approx(copies * 4 * plain.numel, rel=1e-3)  # and a little padding
 
 
 def test_what_replicas_exchange_is_counted() -> None:

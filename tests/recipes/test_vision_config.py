@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS, VitPreset
+from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS, vit_settings
 
 CONVOLUTIONS = {"basic": 2, "bottleneck": 3}  # in each layer of a residual net
 
 
 @pytest.mark.parametrize("name", VIT_PRESETS)
 def test_heads_and_patches_divide_what_they_share(name: str) -> None:
-    settings = VIT_PRESETS[name].settings()
+    settings = VIT_PRESETS[name]
     assert settings["model_type"] == "vit"
     assert settings["hidden_size"] % settings["num_attention_heads"] == 0
     assert settings["image_size"] % settings["patch_size"] == 0
@@ -19,19 +21,20 @@ def test_heads_and_patches_divide_what_they_share(name: str) -> None:
 
 
 def test_the_mlp_is_four_times_as_wide_unless_its_width_is_given() -> None:
-    assert VitPreset(hidden=96, layers=1, heads=3).settings()["intermediate_size"] == 384
-    preset = VitPreset(hidden=96, layers=1, heads=3, intermediate=100)
-    assert preset.settings()["intermediate_size"] == 100
+    assert vit_settings(hidden=96, layers=1, heads=3)["intermediate_size"] == 384
+    settings = vit_settings(hidden=96, layers=1, heads=3, intermediate=100)
+    assert settings["intermediate_size"] == 100
 
 
 def test_presets_come_in_the_order_of_their_sizes() -> None:
     """As ``--help`` lists them. Most parameters of a block are in its MLP and its attention."""
 
-    def weights(preset: VitPreset) -> int:
-        mlp = 2 * preset.hidden * preset.settings()["intermediate_size"]
-        return preset.layers * (4 * preset.hidden**2 + mlp)
+    def weights(settings: dict[str, Any]) -> int:
+        hidden, intermediate = settings["hidden_size"], settings["intermediate_size"]
+        block: int = 4 * hidden**2 + 2 * hidden * intermediate
+        return block * settings["num_hidden_layers"]
 
-    sizes = [weights(preset) for preset in VIT_PRESETS.values()]
+    sizes = [weights(settings) for settings in VIT_PRESETS.values()]
     assert sizes == sorted(sizes)
 
 

@@ -155,8 +155,8 @@ def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(rank
 
 def test_presets_have_the_sizes_that_they_are_called_by() -> None:
     sizes = {
-        name: sum(p.numel() for p in build_classifier(preset.settings(), 1000).parameters())
-        for name, preset in VIT_PRESETS.items()
+        name: sum(p.numel() for p in build_classifier(settings, 1000).parameters())
+        for name, settings in VIT_PRESETS.items()
     }
     # As published, for 1000 classes.
     assert sizes["vit-tiny"] == 5_717_416
@@ -289,7 +289,7 @@ def test_what_is_printed_adds_up_to_the_model(world_size: int) -> None:
 
 @functools.cache
 def _vit_10b() -> Report:
-    return _planned(build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000), 128)
+    return _planned(build_classifier(VIT_PRESETS["vit-10b"], 1000), 128)
 
 
 def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
@@ -298,7 +298,7 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
     for each in of:
         dist.init_process_group("fake", rank=each, world_size=128, store=FakeStore())
         mesh = init_device_mesh("cpu", (128,))
-        model = build_classifier(VIT_PRESETS["vit-10b"].settings(), 1000)
+        model = build_classifier(VIT_PRESETS["vit-10b"], 1000)
         for module in (*decoder_layers(model), model):
             fully_shard(
                 module, mesh=mesh, shard_placement_fn=vit_placement, transport="collectives"

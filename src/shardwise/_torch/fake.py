@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,11 +81,13 @@ def adopt(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if known else mode.from_tensor(tensor)
 
 
+@functools.cache
 def writes(function: Any) -> bool:
     """Whether an operation writes to one of its arguments."""
     return bool(function._schema.is_mutable)
 
 
+@functools.cache
 def only_views(function: Any) -> bool:
     """Whether all that an operation returns are views of its arguments."""
     returned = [each.alias_info for each in function._schema.returns]

@@ -166,7 +166,8 @@ class _Training:
             world = settings.world
             mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=world.names)
             blocks = list(blueprint.blocks)
-            shard_model(self.model, blocks, blueprint, settings, mesh)
+            way = replace(settings, runtime=trial.runtime)
+            shard_model(self.model, blocks, blueprint, way, mesh)
             self._first, self._ranks = dist.get_rank(), 1
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(settings, self.model, params)
@@ -456,7 +457,7 @@ def prove(
         trial = Trial(model=model, settings=settings, runtime=None, steps=steps, folder=folder)
         found: dict[Runtime | None, list[TrialOutcome]] = {}
         for each in (None, *_SHARDED):
-            way = _by(trial, each)
+            way = replace(trial, runtime=each)
             say(f"training: {way.name}")
             found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
         say("resuming on one process")
@@ -464,7 +465,7 @@ def prove(
         rows = dict(compared(found, resumed, planned, settings))
         for trouble in (Trouble.SKIPPED, Trouble.KILLED):
             say(trouble.value)
-            trials = [replace(_by(trial, each), trouble=trouble) for each in _SHARDED]
+            trials = [replace(trial, runtime=each, trouble=trouble) for each in _SHARDED]
             name = f"{trouble.value}: {trouble.error.__name__}"
             rows[name] = [ProofCell(""), *map(_in_trouble, trials)]
     ours = [found[each][0].differences for each in _SHARDED]
@@ -475,12 +476,6 @@ def prove(
         rows=rows,
         differences={name: [each[name] for each in ours] for name in ours[0]},
     )
-
-
-def _by(trial: Trial, runtime: Runtime | None) -> Trial:
-    """Return the same training in another way."""
-    settings = replace(trial.settings, runtime=runtime or Runtime.SHARDWISE)
-    return replace(trial, runtime=runtime, settings=settings)
 
 
 def compared(

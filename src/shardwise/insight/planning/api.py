@@ -268,11 +268,11 @@ def make_fit(
             plans[settings] = plan
         return Measured(peak=plan.needed, seconds=plan.step.seconds)
 
-    found = fit(blueprint, settings, available.nbytes, measure)
-    plan = plans[found.settings]
-    if len(kinds_of_ranks(blueprint, found.settings)) > 1:  # and the search rehearsed only one
-        plan = make_plan(blueprint, found.settings, machine, available)
-    return replace(plan, alternatives=found.alternatives)
+    best, alternatives = fit(blueprint, settings, available.nbytes, measure)
+    plan = plans[best]
+    if len(kinds_of_ranks(blueprint, best)) > 1:  # and the search rehearsed only one
+        plan = make_plan(blueprint, best, machine, available)
+    return replace(plan, alternatives=alternatives)
 
 
 def check_model(blueprint: Blueprint, mesh: WantedMesh) -> None:

@@ -7,6 +7,7 @@ Estimates only decide the order. What is returned was rehearsed in full.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ class Measured:
 
 #: Rehearses a model with settings.
 Measure = Callable[[Blueprint, Settings], Measured]
+Estimate = Callable[[Settings], Measured]
 
 
 class NothingFitsError(ValueError):
@@ -73,21 +75,9 @@ class NothingFitsError(ValueError):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """The fastest settings that fit, and what is next to them.
-
-    Attributes:
-        settings: the fastest that fit.
-        alternatives: estimates of others, the fastest first: some that fit, and some that are
-            faster and do not.
-    """
-
-    settings: Settings
-    alternatives: tuple[Alternative, ...]
-
-
-def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) -> Fit:
+def fit(
+    blueprint: Blueprint, settings: Settings, limit: int, measure: Measure
+) -> tuple[Settings, tuple[Alternative, ...]]:
     """Find the fastest strategy, batch size, checkpointing and mesh that fit.
 
     Args:
@@ -95,6 +85,10 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
         settings: everything else, and the number of ranks.
         limit: bytes that a rank may use.
         measure: rehearses a model with settings.
+
+    Returns:
+        The fastest settings that fit, and estimates of others, the fastest first: some that fit,
+        and some that are faster and do not.
 
     Raises:
         NothingFitsError: nothing fits.
@@ -124,7 +118,7 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     # An estimate that is faster than what was rehearsed was too high, and is left out.
     others = [e for e in estimates.values() if not (e.fits and e.tokens_per_second > rate)]
     others.sort(key=lambda each: -each.tokens_per_second)
-    return Fit(settings=best, alternatives=_neighbors(others))
+    return best, _neighbors(others)
 
 
 def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:
@@ -156,18 +150,18 @@ def _estimates(
     Batch size and checkpointing are estimated for one strategy. What another strategy changes is
     estimated for the smallest batch, and added.
     """
-    estimator = _Estimator(blueprint, measure)
+    estimate = _estimator(blueprint, measure)
     best = 0.0
     for tensor_parallel in TENSOR_PARALLEL:
         meshes = list(_meshes(blueprint, settings, tensor_parallel))
         if not meshes:
             continue
         first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
-        lines = {each: estimator.line(_recomputing(first, each)) for each in Checkpointing}
+        lines = {each: _line(estimate, _recomputing(first, each)) for each in Checkpointing}
         own = 0.0
         for strategy, mesh in meshes:
             case = replace(settings, strategy=strategy, mesh=mesh)
-            change = estimator.difference(case, first)
+            change = _difference(estimate, case, first)
             for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
                 at = replace(_recomputing(case, checkpointing), batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
@@ -252,38 +246,33 @@ def nearest(settings: Settings, fits: Callable[[Settings], bool]) -> Settings | 
     return None
 
 
-class _Estimator:
-    """Estimates a full model from rehearsals of it with few layers and small batches."""
+def _estimator(blueprint: Blueprint, measure: Measure) -> Estimate:
+    """Return what estimates a full model, from rehearsals of it with few layers."""
+    few, more = shortened(blueprint, _FEW), shortened(blueprint, _MORE)
 
-    def __init__(self, blueprint: Blueprint, measure: Measure) -> None:
-        self._blueprint = blueprint
-        self._few, self._more = shortened(blueprint, _FEW), shortened(blueprint, _MORE)
-        self._measure = measure
-        self._known: dict[Settings, Measured] = {}
+    @functools.cache
+    def estimate(settings: Settings) -> Measured:
+        if few is None or more is None:
+            return measure(blueprint, settings)
+        one, two = (measure(each, settings) for each in (few, more))
+        return _extrapolated(one, two, _FEW, _MORE, len(blueprint.blocks))
 
-    def at(self, settings: Settings) -> Measured:
-        """Return the estimate of settings."""
-        if settings not in self._known:
-            if self._few is None or self._more is None:
-                found = self._measure(self._blueprint, settings)
-            else:
-                few, more = (self._measure(each, settings) for each in (self._few, self._more))
-                found = _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
-            self._known[settings] = found
-        return self._known[settings]
+    return estimate
 
-    def line(self, settings: Settings) -> Callable[[int], Measured]:
-        """Return estimates by batch size."""
-        one, two = (self.at(replace(settings, batch_size=size)) for size in (1, 2))
-        return lambda batch_size: _extrapolated(one, two, 1, 2, batch_size)
 
-    def difference(self, settings: Settings, first: Settings) -> Measured:
-        """Return what settings change, with the smallest batch and without checkpointing."""
-        one, other = (
-            self.at(replace(_recomputing(each, Checkpointing.NONE), batch_size=1))
-            for each in (settings, first)
-        )
-        return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)
+def _line(estimate: Estimate, settings: Settings) -> Callable[[int], Measured]:
+    """Return estimates by batch size, from those of small ones."""
+    one, two = (estimate(replace(settings, batch_size=size)) for size in (1, 2))
+    return lambda batch_size: _extrapolated(one, two, 1, 2, batch_size)
+
+
+def _difference(estimate: Estimate, settings: Settings, first: Settings) -> Measured:
+    """Return what settings change, with the smallest batch and without checkpointing."""
+    one, other = (
+        estimate(replace(_recomputing(each, Checkpointing.NONE), batch_size=1))
+        for each in (settings, first)
+    )
+    return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)
 
 
 def _extrapolated(one: Measured, two: Measured, x: int, y: int, to: int) -> Measured:

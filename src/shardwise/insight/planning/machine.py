@@ -272,24 +272,14 @@ class Machine:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     @classmethod
-    def named(cls, device: str, link: str = "ib-400", ranks_per_host: int = 8) -> Self:
-        """Return a machine of known devices.
-
-        Args:
-            device: name of a device.
-            link: name of the link between hosts.
-            ranks_per_host: ranks that share a host.
+    def named(cls, device: str) -> Self:
+        """Return hosts of a known device, with the link between them that is usual.
 
         Raises:
-            MachineError: the device or the link is not known.
+            MachineError: the device is not known.
         """
         found = _named("device", device, DEVICES)
-        return cls(
-            device=found,
-            inside=LINKS[found.host_link],
-            between=link_named(link),
-            ranks_per_host=ranks_per_host,
-        )
+        return cls(device=found, inside=LINKS[found.host_link], between=LINKS["ib-400"])
 
     @classmethod
     def from_file(cls, path: Path) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def find_model(name: str, device: torch.device | str = "meta") -> Blueprint:
         return of_module(_call(name, device), name)
     settings = find_settings(name)
     if name in LLAMAS and "vocab_size" not in settings:
-        return language_model(name, settings, BYTE_VOCABULARY, SEPARATOR)
+        return of_module(build(settings, BYTE_VOCABULARY, SEPARATOR), name)
     return of_settings(name, settings)
 
 
@@ -75,8 +75,9 @@ def of_module(model: object, name: str | None = None) -> Blueprint:
         transformer: Any = model
         has_list = any(isinstance(module, nn.ModuleList) for module in model.modules())
         blocks = decoder_layers(transformer) if has_list else repeated_blocks(model)
-        styles, heads = _styles(transformer), dict(_heads(transformer.config))
-        return Blueprint(name, model, blocks, tensor_parallel=styles, heads=heads)
+        counts = {what: getattr(transformer.config, field, None) for field, what in _HEADS.items()}
+        heads = {what: count for what, count in counts.items() if isinstance(count, int)}
+        return Blueprint(name, model, blocks, tensor_parallel=_styles(transformer), heads=heads)
     return Blueprint(name, model, repeated_blocks(model))
 
 
@@ -87,21 +88,11 @@ def of_settings(name: str, settings: dict[str, Any]) -> Blueprint:
         ModelError: ``transformers`` cannot build it.
     """
     if settings["model_type"] not in ("vit", "resnet"):
-        return language_model(name, settings)
+        return of_module(build(settings), name)
     model = build_classifier(settings, len(settings.get("id2label", ())) or CLASSES)
     if settings["model_type"] == "vit":
         return Blueprint(name, model, decoder_layers(model), placement=vit_placement)
     return Blueprint(name, model, repeated_blocks(model))
-
-
-def language_model(
-    name: str,
-    settings: dict[str, Any],
-    vocab_size: int | None = None,
-    separator: int | None = None,
-) -> Blueprint:
-    """Build a causal language model, and say how tensor parallelism cuts it; see :func:`build`."""
-    return of_module(build(settings, vocab_size, separator), name)
 
 
 def vit_placement(param: nn.Parameter) -> Shard | None:
@@ -154,7 +145,7 @@ def load_object(name: str) -> Callable[..., Any]:
 
 
 def build(
-    settings: dict[str, Any], vocab_size: int | None, separator: int | None
+    settings: dict[str, Any], vocab_size: int | None = None, separator: int | None = None
 ) -> PreTrainedModel:
     """Build a causal language model on the meta device.
 
@@ -174,7 +165,7 @@ def build(
     if separator is not None:
         own |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
     with torch.device("meta"):
-        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
+        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "a causal language model")
 
 
 def build_classifier(
@@ -195,7 +186,9 @@ def build_classifier(
     own = {"num_labels": classes}
     rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
     with torch.device(device):
-        return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
+        return _from_settings(
+            AutoModelForImageClassification, {**rest, **own}, "an image classifier"
+        )
 
 
 def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
@@ -205,10 +198,8 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
         # Their first sentence; a list of everything that would do follows.
         first = " ".join(str(error).split()).partition(". ")[0]
         reason = textwrap.shorten(first, 200, placeholder=" ...")
-        raise ModelError(
-            f"settings that transformers cannot use ({reason})",
-            f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
-        ) from error
+        found = f"settings that transformers cannot use ({reason})"
+        raise ModelError(found, f"those of {kind}") from error
     model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
     return model
 
@@ -296,11 +287,8 @@ _STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
 }
 
 
-def _heads(config: Any) -> Iterator[tuple[str, int]]:
-    for field, what in (
-        ("num_attention_heads", "attention heads"),
-        ("num_key_value_heads", "key and value heads"),
-    ):
-        count = getattr(config, field, None)
-        if isinstance(count, int):
-            yield what, count
+#: What the heads are called that tensor parallelism divides, by fields of configurations.
+_HEADS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+}

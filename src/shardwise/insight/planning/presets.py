@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +22,45 @@ class ModelError(NotPossibleError):
         super().__init__("model", found, expected)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaShape:
-    """The shape of a Llama.
+def llama_settings(
+    *,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    kv_heads: int | None = None,
+    vocabulary: int | None = None,
+) -> dict[str, Any]:
+    """Return the settings of a Llama, as in a ``config.json`` of ``transformers``.
 
-    Attributes:
-        hidden: width of the residual stream.
-        intermediate: width inside the feed-forward blocks.
-        layers: number of decoder layers.
-        heads: number of attention heads.
-        positions: tokens of the longest sequence.
-        kv_heads: number of key and value heads; ``None``: as many as attention heads.
-        vocabulary: rows of the embedding; ``None``: that of bytes.
+    Without ``kv_heads``, there are as many as attention heads; without ``vocabulary``, whoever
+    builds the model says it.
     """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    positions: int
-    kv_heads: int | None = None
-    vocabulary: int | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as in a ``config.json`` of ``transformers``."""
-        settings = {
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "max_position_embeddings": self.positions,
-            "num_key_value_heads": self.kv_heads,
-            "vocab_size": self.vocabulary,
-        }
-        return {name: value for name, value in settings.items() if value is not None}
+    settings = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-_llama3 = functools.partial(LlamaShape, positions=131_072, kv_heads=8, vocabulary=128_256)
-_llama2 = functools.partial(LlamaShape, positions=4096, vocabulary=32_000)
+_llama3 = functools.partial(llama_settings, positions=131_072, kv_heads=8, vocabulary=128_256)
+_llama2 = functools.partial(llama_settings, positions=4096, vocabulary=32_000)
 
 #: The first three are of this library; their names count all parameters but embedding and head. The
 #: others have the shapes of the Llama 2 and Llama 3.1 papers.
 LLAMAS = {
-    "llama-tiny": LlamaShape(hidden=128, intermediate=384, layers=4, heads=4, positions=1024),
-    "llama-34m": LlamaShape(hidden=512, intermediate=2048, layers=8, heads=8, positions=2048),
-    "llama-150m": LlamaShape(hidden=1024, intermediate=2688, layers=12, heads=16, positions=2048),
+    "llama-tiny": llama_settings(hidden=128, intermediate=384, layers=4, heads=4, positions=1024),
+    "llama-34m": llama_settings(hidden=512, intermediate=2048, layers=8, heads=8, positions=2048),
+    "llama-150m": llama_settings(
+        hidden=1024, intermediate=2688, layers=12, heads=16, positions=2048
+    ),
     "llama-8b": _llama3(hidden=4096, intermediate=14_336, layers=32, heads=32),
     "llama-70b": _llama3(hidden=8192, intermediate=28_672, layers=80, heads=64),
     "llama-405b": _llama3(hidden=16_384, intermediate=53_248, layers=126, heads=128),
@@ -77,58 +69,41 @@ LLAMAS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class VitPreset:
-    """The shape of a Vision Transformer.
+def vit_settings(
+    hidden: int, layers: int, heads: int, intermediate: int | None = None, patch: int = 16
+) -> dict[str, Any]:
+    """Return the settings of a Vision Transformer.
 
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of blocks.
-        heads: attention heads.
-        intermediate: width inside the blocks' MLPs; by default four times ``hidden``.
-        patch: edge of a patch, in pixels.
-        image: edge of an image, in pixels.
-        batch_size: images per rank, by default.
+    Its MLPs are four times as wide as the rest, unless ``intermediate`` is given.
     """
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int | None = None
-    patch: int = 16
-    image: int = 224
-    batch_size: int = 32
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as in a ``config.json`` of ``transformers``."""
-        return {
-            "model_type": "vit",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate or 4 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "patch_size": self.patch,
-            "image_size": self.image,
-            "layer_norm_eps": 1e-6,
-        }
+    return {
+        "model_type": "vit",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "patch_size": patch,
+        "image_size": 224,
+        "layer_norm_eps": 1e-6,
+    }
 
 
 # The sizes up to vit-huge are those of Dosovitskiy et al. and Touvron et al.; vit-1b and vit-2b are
 # g and G of Zhai et al., "Scaling Vision Transformers"; vit-10b has the shape of PyTorch/XLA's
 # 10-billion-parameter example of FSDP.
 VIT_PRESETS = {
-    "vit-tiny": VitPreset(hidden=192, layers=12, heads=3),  # 5.7 M parameters
-    "vit-small": VitPreset(hidden=384, layers=12, heads=6),  # 22 M
-    "vit-base": VitPreset(hidden=768, layers=12, heads=12),  # 87 M
-    "vit-large": VitPreset(hidden=1024, layers=24, heads=16),  # 304 M
-    "vit-huge": VitPreset(hidden=1280, layers=32, heads=16, patch=14),  # 632 M
-    "vit-1b": VitPreset(  # 1.01 billion
+    "vit-tiny": vit_settings(hidden=192, layers=12, heads=3),  # 5.7 M parameters
+    "vit-small": vit_settings(hidden=384, layers=12, heads=6),  # 22 M
+    "vit-base": vit_settings(hidden=768, layers=12, heads=12),  # 87 M
+    "vit-large": vit_settings(hidden=1024, layers=24, heads=16),  # 304 M
+    "vit-huge": vit_settings(hidden=1280, layers=32, heads=16, patch=14),  # 632 M
+    "vit-1b": vit_settings(  # 1.01 billion
         hidden=1408, layers=40, heads=16, intermediate=6144, patch=14
     ),
-    "vit-2b": VitPreset(  # 1.84 billion
+    "vit-2b": vit_settings(  # 1.84 billion
         hidden=1664, layers=48, heads=16, intermediate=8192, patch=14
     ),
-    "vit-10b": VitPreset(hidden=5120, layers=32, heads=32, patch=14, batch_size=8),  # 10.1 billion
+    "vit-10b": vit_settings(hidden=5120, layers=32, heads=32, patch=14),  # 10.1 billion
 }
 
 
@@ -157,8 +132,8 @@ RESNETS = {
 
 #: All models that have a name of their own, as settings of a ``config.json``.
 MODELS: Mapping[str, dict[str, Any]] = {
-    **{name: shape.settings() for name, shape in LLAMAS.items()},
-    **{name: preset.settings() for name, preset in VIT_PRESETS.items()},
+    **LLAMAS,
+    **VIT_PRESETS,
     **{name: settings for name, settings in RESNETS.items() if name != "tiny"},
 }
 

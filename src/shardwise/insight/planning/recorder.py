@@ -316,14 +316,15 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         if any(map(dtensor.is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # what it does with the tensors inside comes here next
         kwargs = kwargs or {}
-        traits = traits_of(func)
+        name = str(func)
+        namespace, short, *_ = name.split(".")
         try:
             out = fake.grouped_product(func, args, kwargs)
             if out is None:
                 out = func(*args, **kwargs)
         except fake.UNTRACEABLE as error:
-            out = self._stand_in(traits.name, args, error)
-        if traits.only_views:
+            out = self._stand_in(name, args, error)
+        if fake.only_views(func):
             for tensor in tensors_in(out):
                 self._keep_size(tensor.untyped_storage())
             return out
@@ -345,12 +346,12 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
                 if source.kind is None and module in self._ends and phase is StepPhase.FORWARD:
                     held.module = LOSS
                 made += 1
-        if traits.namespace == "c10d":
+        if namespace == "c10d":
             return out
-        if traits.namespace == "_c10d_functional":
-            self._functional_collective(traits, module, args, out)
+        if namespace == "_c10d_functional":
+            self._functional_collective(short, module, args, out)
             return out
-        if not (self._records and traits.computes and (made or traits.writes)):
+        if not self._records or short in _IDLE or not (made or fake.writes(func)):
             return out
         flops = fake.flops_of(func, args, kwargs, out)
         touched = (*tensors_in((args, tuple(kwargs.values()))), *written)
@@ -358,7 +359,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             self.model_flops += flops.needed
         self._events.append(
             Op(
-                name=traits.name,
+                name=name,
                 module=module,
                 phase=phase,
                 flops=flops.done,
@@ -393,14 +394,14 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         phase = StepPhase.RECOMPUTE if torch.is_grad_enabled() else StepPhase.BACKWARD
         return phase, self._module_of_node()
 
-    def _functional_collective(self, traits: Traits, module: str, args: Any, out: Any) -> None:
+    def _functional_collective(self, operation: str, module: str, args: Any, out: Any) -> None:
         """Note a collective of tensor parallelism, or the wait for one."""
-        if traits.short == "wait_tensor":
+        if operation == "wait_tensor":
             number = self._functional.get(args[0].untyped_storage())
             if number is not None:
                 self.end(number)
             return
-        activity = _FUNCTIONAL.get(traits.short)
+        activity = _FUNCTIONAL.get(operation)
         if activity is None:
             return
         name, ranks = self._dimensions.get(args[-1], ("", 0))
@@ -557,20 +558,7 @@ _HELPERS = ("insight/planning/recorder.py", "frontends/torch_groups.py")
 _HERE = __file__.removesuffix("insight/planning/recorder.py")
 
 
-# -- operations by their schemas -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What the schema of an operation says about all its calls."""
-
-    name: str
-    short: str
-    namespace: str
-    only_views: bool
-    writes: bool
-    computes: bool
-
+# -- operations and their tensors ------------------------------------------------------------------
 
 #: They touch no memory.
 _IDLE = frozenset(
@@ -579,22 +567,6 @@ _IDLE = frozenset(
         *("empty_permuted", "set_", "resize_"),
     }
 )
-
-
-@functools.cache
-def traits_of(func: Any) -> Traits:
-    """Return what the schema of an operation says."""
-    name = str(func)
-    namespace, _, rest = name.partition(".")
-    short = rest.partition(".")[0]
-    return Traits(
-        name=name,
-        short=short,
-        namespace=namespace,
-        only_views=fake.only_views(func),
-        writes=fake.writes(func),
-        computes=short not in _IDLE,
-    )
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ import functools
 import random
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +86,6 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         stack.enter_context(torch.enable_grad())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(c10d.fake_world(world.size, rank))
         mesh = init_device_mesh("cpu", world.shape, mesh_dim_names=world.names)
         dimensions: dict[str, tuple[str, int]] = {}
@@ -215,11 +212,9 @@ def shard_model(
 
 def _ends(model: nn.Module) -> frozenset[str]:
     """The names of the modules that compute logits or the loss: the model itself, and its head."""
-    ends = {""}
     find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    ends |= {name for name, module in model.named_modules() if head is not None and module is head}
-    return frozenset(ends)
+    ends = (model, find() if callable(find) else None)
+    return frozenset(name for name, module in model.named_modules() if module in ends)
 
 
 class _Optimizer:
@@ -247,14 +242,13 @@ class _Optimizer:
             )
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
-        if settings.outer_states and trained:
+        if (diloco := settings.diloco) is not None and trained:
             named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            kept = Fragment("all", named, error_feedback=settings.outer_states > 2)
+            kept = Fragment("all", named, error_feedback=diloco.keeps_errors)
             tensors = (kept.outer, kept.momentum, kept.error)
             self._outer = [each for each in tensors if each is not None]
-            if settings.exchange is not None:
-                replicas = settings.sharding.shape[0]
-                self.exchanged = sent_nbytes(settings.exchange.wire, kept.sections, replicas)
+            replicas = settings.sharding.shape[0]
+            self.exchanged = sent_nbytes(diloco.wire, kept.sections, replicas)
 
     def step(self) -> None:
         """Update the shards."""

@@ -165,7 +165,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
-        exchange = self.settings.exchange
+        diloco = self.settings.diloco
         return {
             "version": JSON_VERSION,
             "model": self.model,
@@ -175,7 +175,7 @@ class Plan:
             "ranks": [
                 {
                     "ranks": rank.ranks,
-                    "bytes": bytes_of(rank),
+                    "bytes": {kind.value: getattr(rank, kind.value) for kind in Memory},
                     "peak": rank.peak,
                     "peak_moment": rank.peak_moment,
                     "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
@@ -185,10 +185,10 @@ class Plan:
                 for rank in self.ranks
             ],
             "step": self._json_of_step(),
-            "exchange": exchange
+            "exchange": diloco
             and {
-                "wire": exchange.wire.value,
-                "every": exchange.every,
+                "wire": diloco.wire.value,
+                "every": diloco.local_steps,
                 "bytes_sent": self.exchanged,
             },
             "fits": self.fits,
@@ -221,8 +221,3 @@ class Plan:
             "mfu": step and step.mfu,
             "bound_by": step and step.bound_by,
         }
-
-
-def bytes_of(rank: RankBytes) -> dict[str, int]:
-    """Return the bytes at the peak by kind of memory, as named in JSON."""
-    return {kind.value: getattr(rank, kind.value) for kind in Memory}

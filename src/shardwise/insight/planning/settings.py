@@ -39,7 +39,7 @@ from shardwise.insight.schema.option import (
     setting,
 )
 from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
-from shardwise.transport.wire import WireFormat
+from shardwise.insight.schema.training import DilocoConfig
 
 MOST_RANKS = 100_000  # of a mesh to plan for
 #: More ranks on CPUs are rehearsed with plain collectives, unless a transport is named: messages
@@ -67,11 +67,7 @@ class SettingsError(NotPossibleError):
 
 
 class UntraceableError(ValueError):
-    """A module that computes with values in a way that a plan cannot stand in for.
-
-    Attributes:
-        module: its name.
-    """
+    """A module that computes with values in a way that a plan cannot stand in for."""
 
     def __init__(self, module: str, why: str) -> None:
         super().__init__(
@@ -80,14 +76,14 @@ class UntraceableError(ValueError):
             "the batch. Leave the module out of the model to plan for, or replace it by one of "
             "the same size without that operation"
         )
-        self.module = module
 
 
 class RehearsalError(ValueError):
     """Code of the user, or a model, that raises in a rehearsal.
 
-    Attributes:
+    Args:
         where: what was being done, such as ``"forward of module layers.0"``.
+        error: what it raises.
     """
 
     def __init__(self, where: str, error: Exception) -> None:
@@ -96,7 +92,6 @@ class RehearsalError(ValueError):
             f"{where}: found {reason}; expected a step that runs on tensors without values. If the "
             "model needs other inputs, give `batch` and `step`"
         )
-        self.where = where
 
 
 class Products(enum.Enum):
@@ -104,19 +99,6 @@ class Products(enum.Enum):
 
     AS_STORED = "as-stored"  # that of the parameters in forward
     FLOAT8 = "float8"
-
-
-@dataclass(frozen=True)
-class PlannedExchange:
-    """What the replicas of DiLoCo exchange.
-
-    Attributes:
-        wire: the format.
-        every: steps between two exchanges.
-    """
-
-    wire: WireFormat
-    every: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +229,7 @@ class Settings(StrategyConfig, PlannedStep):
         device_type: type of the device as torch names it.
         ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
         products: dtype of matrix products.
-        outer_states: fp32 copies of the trained shards that DiLoCo keeps.
-        exchange: what DiLoCo's replicas exchange between steps.
+        diloco: how replicas that train apart exchange parameters.
     """
 
     mesh: WantedMesh
@@ -257,8 +238,7 @@ class Settings(StrategyConfig, PlannedStep):
     device_type: str = "cpu"
     ranks_per_host: int | None = None
     products: Products = Products.AS_STORED
-    outer_states: int = 0
-    exchange: PlannedExchange | None = None
+    diloco: DilocoConfig | None = None
 
     @classmethod
     def of(cls, *configs: Config, **own: Any) -> Settings:
@@ -364,7 +344,7 @@ class Settings(StrategyConfig, PlannedStep):
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values; functions by their names."""
         values = as_json(replace(self, batch=None, step=None, optimizer="none"))
-        for name in ("batch", "step", "compile", "outer_states", "exchange"):
+        for name in ("batch", "step", "compile", "diloco"):
             del values[name]
         values["wire"] = values.pop("collective_wire")
         sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))

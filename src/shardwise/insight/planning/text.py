@@ -20,7 +20,7 @@ from shardwise.insight.inspect.report import Report
 from shardwise.insight.inspect.text import Cells, rendered
 from shardwise.insight.inspect.words import Row, fold
 from shardwise.insight.planning.memory import RankBytes
-from shardwise.insight.planning.report import Plan, bytes_of
+from shardwise.insight.planning.report import Plan
 from shardwise.insight.planning.settings import MOST_PEERS, Products, Settings, name_of
 from shardwise.insight.schema.sharding import Stepping
 
@@ -86,9 +86,9 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step", _batch(settings)
     yield "precision", ", ".join(_precision(settings))
     yield "optimizer", _optimizer(settings)
-    if (exchange := settings.exchange) is not None:
-        sent = f"{binary_size(plan.exchanged)} sent by a rank as {exchange.wire.value}"
-        yield "exchange", f"every {counted(exchange.every, 'step')}, {sent}"
+    if (diloco := settings.diloco) is not None:
+        sent = f"{binary_size(plan.exchanged)} sent by a rank as {diloco.wire.value}"
+        yield "exchange", f"every {counted(diloco.local_steps, 'step')}, {sent}"
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)
@@ -236,7 +236,7 @@ def _memory(ranks: Sequence[RankBytes]) -> Cells:
     columns = [counted(rank.ranks, "rank") for rank in ranks] if ranks[1:] else ["at the peak"]
     rows = []
     for kind in Memory:
-        found = [bytes_of(rank)[kind.value] for rank in ranks]
+        found = [getattr(rank, kind.value) for rank in ranks]
         most = max(rank.most.get(kind, 0) for rank in ranks)
         rows.append((NAMES[kind], *map(binary_size, found), binary_size(max(most, *found))))
     rows.append(("all together", *(binary_size(rank.peak) for rank in ranks), ""))
@@ -340,7 +340,7 @@ def _sections(plan: Plan) -> Iterator[str]:
 def _memory_bar(plan: Plan) -> Iterator[str]:
     rank = plan.ranks[0]
     parts = [
-        (NAMES[kind], bytes_of(rank)[kind.value], f"hsl({_HUES[kind]} var(--s) var(--l))")
+        (NAMES[kind], getattr(rank, kind.value), f"hsl({_HUES[kind]} var(--s) var(--l))")
         for kind in Memory
     ]
     limit = None if plan.available is None else plan.available.nbytes

@@ -34,8 +34,8 @@ from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.calibrate import Calibration, processor
 from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, sent
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase
-from shardwise.insight.planning.models import language_model
-from shardwise.insight.planning.presets import LlamaShape
+from shardwise.insight.planning.models import build, of_module
+from shardwise.insight.planning.presets import llama_settings
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import PrecisionName, TransportName
@@ -80,7 +80,7 @@ class SmallTraining:
 
     def blueprint(self) -> Blueprint:
         """Return the model on the meta device, and how it is sharded."""
-        shape = LlamaShape(
+        settings = llama_settings(
             hidden=self.width,
             intermediate=3 * self.width,
             layers=_LAYERS,
@@ -88,7 +88,7 @@ class SmallTraining:
             positions=self.tokens,
             vocabulary=_VOCABULARY,
         )
-        return language_model("small", shape.settings())
+        return of_module(build(settings), "small")
 
     def settings(self, ranks: int) -> Settings:
         """Return what to plan for."""

@@ -30,7 +30,7 @@ from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
-from shardwise.insight.inspect.text import add_figures, plain_table, rendered
+from shardwise.insight.inspect.text import Cells, rendered
 from shardwise.insight.inspect.words import fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.insight.planning.fit import nearest
@@ -38,7 +38,6 @@ from shardwise.insight.planning.machine import Machine, MachineError, device_rep
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import (
     MachineConfig,
-    PlannedExchange,
     RehearsalError,
     Settings,
     SettingsError,
@@ -84,12 +83,12 @@ def plan_training(
         free //= world.local_size
     if example.keeps(blueprint.model, free):
         settings = replace(settings, reshard_after_forward=False)
+    available = None
     if machine is None and device.type != devices.CPU.type:
         # No times are known, but the device is here: it says what is free.
         settings = replace(settings, device_type=device.type)
-        available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
-        return make_plan(blueprint, settings, None, available, rehearsed)
-    return make_plan(blueprint, settings, machine, None, rehearsed)
+        available = Available(nbytes=free, source=devices.name(device))
+    return make_plan(blueprint, settings, machine, available, rehearsed)
 
 
 @contextmanager
@@ -120,10 +119,6 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
             optimizer = "sgd-momentum"
         case OptimizerConfig(algorithm=name):
             optimizer = name.value
-    outer, exchange = 0, None
-    if config.diloco is not None:
-        exchange = PlannedExchange(config.diloco.wire, config.diloco.local_steps)
-        outer = 3 if config.diloco.keeps_errors else 2
     return Settings.of(
         sharding,
         config,
@@ -133,8 +128,6 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         optimizer=optimizer,
         clip_grad=config.optimizer.clip_grad,
         ranks_per_host=world.local_size,
-        outer_states=outer,
-        exchange=exchange,
         batch=example.batch,
         step=example.loss,
     )
@@ -240,22 +233,22 @@ def _head(plan: ModelPlan, layout: Report) -> str:
 
 def _groups(layout: Report) -> Table:
     """The groups; equal ones share a row, and so do ranks that hold the same of one."""
-    table = plain_table("group")
-    add_figures(table, "count", "parameters", "padding", "ranks", "elements", "MiB")
-    rows = fold(
+    folded = fold(
         layout.groups,
         name=lambda group: group.name,
         kind=lambda group: tuple(each.tiling for each in group.parameters),
     )
     own = "the rest" if len(layout.groups) > 1 else "the model"
-    for row in rows:
-        for cells in _rows(layout, row.full_name or own, len(row.members), row.first):
-            table.add_row(*map(Text, cells))
+    rows = [
+        cells
+        for row in folded
+        for cells in _rows(layout, row.full_name or own, len(row.members), row.first)
+    ]
     if len(layout.groups) > 1:
         whole = GroupReport("", layout.parameters)
-        for cells in _rows(layout, "total", len(layout.groups), whole):
-            table.add_row(*map(Text, cells))
-    return table
+        rows += _rows(layout, "total", len(layout.groups), whole)
+    heads = ("group", "count", "parameters", "padding", "ranks", "elements", "MiB")
+    return Cells(heads, rows).for_terminal()
 
 
 def _rows(layout: Report, name: str, count: int, group: GroupReport) -> Iterator[list[str]]:

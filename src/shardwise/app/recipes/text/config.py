@@ -340,7 +340,7 @@ class LmConfig(RecipeConfig):
         """
         if self.pretrained is not None:
             return find_pretrained(self.pretrained)
-        llamas = {name: LLAMAS[name].settings() for name in PRESETS}
+        llamas = {name: LLAMAS[name] for name in PRESETS}
         return naming("--model")(find_settings)(self.model, llamas)
 
 

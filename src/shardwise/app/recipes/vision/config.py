@@ -261,6 +261,9 @@ class ImagenetConfig(ImageFolderConfig):
 # -- Vision Transformers ---------------------------------------------------------------------------
 
 
+_BATCH_SIZE, _BATCH_SIZES = 32, {"vit-10b": 8}  # images of a rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class VitConfig(ImageFolderConfig):
     """A training of a Vision Transformer."""
@@ -281,7 +284,7 @@ class VitConfig(ImageFolderConfig):
     train: TrainConfig = field(
         default=TrainConfig(
             epochs=300,
-            batch_size=VIT_PRESETS["vit-tiny"].batch_size,
+            batch_size=_BATCH_SIZE,
             optimizer=OptimizerConfig(
                 lr=1e-3, warmup=10_000, beta2=0.999, weight_decay=0.1, clip_grad=1.0
             ),
@@ -303,11 +306,12 @@ class VitConfig(ImageFolderConfig):
             OptionError: no model has this name.
         """
         default = cls(model=model)
-        preset = VIT_PRESETS.get(model, VIT_PRESETS["vit-base"])
-        size = naming("--model")(find_settings)(model, _presets()).get("image_size", 224)
+        size = naming("--model")(find_settings)(model, VIT_PRESETS).get("image_size", 224)
         if not isinstance(size, int):
             size = _NOT_SQUARE
-        return replace(default, image_size=size).with_train(batch_size=preset.batch_size)
+        return replace(default, image_size=size).with_train(
+            batch_size=_BATCH_SIZES.get(model, _BATCH_SIZE)
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the model, as in a ``config.json``.
@@ -315,7 +319,7 @@ class VitConfig(ImageFolderConfig):
         Raises:
             OptionError: no model has this name, or sizes do not go together.
         """
-        settings = dict(naming("--model")(find_settings)(self.model, _presets()))
+        settings = dict(naming("--model")(find_settings)(self.model, VIT_PRESETS))
         kind = settings["model_type"]
         require(kind == "vit", "--model", f"{self.model} of type {kind}", "one of type vit")
         if self.image_size == _NOT_SQUARE and not isinstance(settings.get("image_size", 224), int):
@@ -334,10 +338,6 @@ class VitConfig(ImageFolderConfig):
         layers = settings.get("num_hidden_layers", 12)
         require(isinstance(layers, int) and layers >= 1, "--layers", layers, "1 or more")
         return settings
-
-
-def _presets() -> dict[str, dict[str, Any]]:
-    return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
 
 
 #: Each training on images with all its defaults, by its name.
