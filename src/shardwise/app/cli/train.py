@@ -24,7 +24,7 @@ from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.schema.option import require
+from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig
 
 _LM = """
@@ -202,10 +202,9 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         strategy = config.train.sharding.strategy
         if default.train.diloco is not None and strategy is not Strategy.DILOCO:
             for setting in options.settings():
-                said = any(asked(name) is not None for name in setting.names)
-                expected = "--strategy diloco with it"
-                alone = said and "diloco" in setting.keys
-                require(not alone, setting.key, f"strategy {strategy.value}", expected)
+                if "diloco" in setting.keys and any(asked(n) is not None for n in setting.names):
+                    expected = "--strategy diloco with it"
+                    raise OptionError(setting.key, f"strategy {strategy.value}", expected)
             config = config.with_train(diloco=None)
         if asked("--epochs") is not None and asked("--steps") is None:
             config = config.with_train(steps=None)  # in place of a default number

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
@@ -108,9 +107,7 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
         for box in sorted(common, key=lambda box: box.offsets)
     ]
     local = _shard_at(mine, found, param, where).to(dtensor.plain(param).device)
-    if not isinstance(param, DTensor):
-        return local
-    return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(param), local.dtype))
+    return dtensor.placed_as(param, local)
 
 
 def _made(box: Box, saved: Mapping[str, Any], where: str) -> Tensor:

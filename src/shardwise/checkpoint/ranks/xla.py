@@ -223,8 +223,7 @@ def _wrapped_like(local: Any, like: Any, part: TensorSlice | None = None) -> Any
                 f"{list(dtensor.local_of(like).shape)}, like the parameter"
             )
         return local
-    spec = dtensor.with_dtype(dtensor.spec_of(like), local.dtype)
-    return dtensor.wrap_local(local.to(dtensor.local_of(like).device), spec)
+    return dtensor.placed_as(like, local.to(dtensor.local_of(like).device))
 
 
 def consolidate_sharded_model_checkpoints(
