@@ -233,6 +233,18 @@ def test_gradients_wait_in_no_sync_of_the_outermost_wrapper(rank: int, world_siz
 
 
 @on_threads(2)
+def test_the_wrapper_clips_by_every_norm(rank: int, world_size: int) -> None:
+    for norm_type in (2.0, 0.0, float("inf"), float("-inf")):
+        model, whole = wrapped(), seeded(Net)
+        x = batches(world_size)
+        loss_of(model, x[rank]).backward()
+        average_backward(whole, x)
+        norm = model.clip_grad_norm_(0.1, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(norm, expected)
+
+
+@on_threads(2)
 def test_a_comm_hook_reduces_in_place_of_the_reduce_scatter(rank: int, world_size: int) -> None:
     calls = []
 

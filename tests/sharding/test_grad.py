@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import shardwise
 from shardwise import clip_grad_norm_, fully_shard
+from shardwise.optim.reductions import Reductions
 from tests.corpus.gathering import in_full
-from tests.worlds import Ranks, on_threads
+from tests.worlds import Ranks, on_processes, on_threads
 
 
 class _Mixed(nn.Module):
@@ -70,6 +75,89 @@ def test_equals_clipping_the_whole(
     threads: Ranks, shape: tuple[int, ...], norm_type: float
 ) -> None:
     threads(_clipped, math.prod(shape), shape, norm_type)
+
+
+NORM_TYPES = [2.0, 1.0, 0.5, math.inf, -math.inf, 0.0, -1.0]
+#: Shapes of gradients, and their placements on a mesh of two by two ranks.
+PLACED = [
+    ((7, 3), [Replicate(), Shard(0)]),
+    ((3, 5), [Replicate(), Shard(1)]),
+    ((1, 3), [Shard(0), Replicate()]),
+    ((9, 6), [Shard(0), Shard(1)]),
+    ((3,), [Shard(0), Shard(0)]),
+    ((4, 4), [Replicate(), Replicate()]),
+    ((), [Replicate(), Replicate()]),
+    ((4,), [Shard(0), Replicate()]),
+]
+
+
+@on_threads(4)
+def test_every_norm_over_every_layout_is_that_of_torch_on_whole_gradients(
+    rank: int, world_size: int
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for shape, _ in PLACED]
+    some, none = wholes.copy(), [torch.zeros_like(whole) for whole in wholes]
+    some[3] = some[3] * torch.arange(9).remainder(4).sign()[:, None]  # some zeros
+    some[5] = none[5]
+    for grads in (wholes, some, none, [], [None] * len(PLACED)):
+        for norm_type in NORM_TYPES:
+            whole, sharded = [], []
+            for grad, (shape, placements) in zip(grads, PLACED, strict=False):
+                values = torch.zeros(shape)
+                whole.append(nn.Parameter(values))
+                sharded.append(nn.Parameter(distribute_tensor(values, mesh, placements)))
+                if grad is not None:
+                    whole[-1].grad = grad.clone()
+                    sharded[-1].grad = distribute_tensor(grad, mesh, placements)
+            expected = nn.utils.clip_grad_norm_(whole, 0.1, norm_type)
+            norm = clip_grad_norm_(sharded, 0.1, norm_type)
+            torch.testing.assert_close(norm, expected, msg=f"norm of order {norm_type}")
+            for ours, theirs in zip(sharded, whole, strict=True):
+                if theirs.grad is not None:
+                    torch.testing.assert_close(in_full(ours.grad), theirs.grad)
+
+
+@on_processes(2)
+def test_no_norm_hides_a_nan_that_one_rank_has(rank: int, world_size: int) -> None:
+    for norm_type in (norm for norm in NORM_TYPES if norm):
+        for owner in range(world_size):
+            model = fully_shard(nn.Linear(4, 4, bias=False))
+            model(torch.ones(1, 4)).sum().backward()
+            if rank == owner:
+                model.weight.grad.to_local()[0, 0] = math.nan
+            assert clip_grad_norm_(model.parameters(), math.inf, norm_type).isnan()
+            with pytest.raises(RuntimeError, match=f"order {norm_type} is nan"):
+                clip_grad_norm_(model.parameters(), 0.5, norm_type, error_if_nonfinite=True)
+
+
+@on_processes(3)
+def test_the_extremes_of_floats_over_ranks_let_nan_through(rank: int, world_size: int) -> None:
+    values = [-math.inf, -3.0, -1e-40, -0.0, 0.0, 1e-40, 2.0, math.inf, math.nan]
+    triples = torch.tensor(list(itertools.product(values, repeat=world_size)))
+    signs = torch.where(torch.arange(len(triples)) % 2 == 0, 1.0, -1.0)
+    triples = torch.where(triples.isnan(), triples.copysign(signs[:, None]), triples)
+    for dtype in (torch.float32, torch.float64):
+        for op, extreme in ((dist.ReduceOp.MAX, torch.amax), (dist.ReduceOp.MIN, torch.amin)):
+            reductions = Reductions("the test", op)
+            mine = reductions.add(triples[:, rank].to(dtype).contiguous(), [dist.group.WORLD])
+            reductions.run()
+            torch.testing.assert_close(
+                mine, extreme(triples.to(dtype), 1), rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_floats_are_reduced_to_their_extremes_in_one_place_alone() -> None:
+    """Gloo hides a NaN: see ``all_reduce_extreme``. These others reduce integers."""
+    integers = {"elastic/stop.py", "frontends/meta.py"}
+    source = Path(shardwise.__file__).parent
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if re.search(r"ReduceOp\.(MAX|MIN)\b", path.read_text())
+    }
+    assert found == integers | {"optim/reductions.py", "optim/norms.py", "optim/adamw8bit.py"}
 
 
 @on_threads(2)

@@ -133,6 +133,27 @@ def placed_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return wrap_local(local, with_dtype(spec_of(tensor), local.dtype))
 
 
+def redistributed_as(tensor: DTensor, spec: DTensorSpec) -> DTensor:
+    """Return a ``DTensor`` with the placements of ``spec``: itself if it has them."""
+    if tensor._spec is spec or tensor._spec.placements == spec.placements:
+        return tensor
+    return tensor.redistribute(placements=spec.placements)
+
+
+def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, after giving it the placements of that for good.
+
+    That of a penalty on a sharded parameter may be replicated, or pending a sum. Its placements are
+    the same on all ranks, so all of them redistribute it, or none.
+    """
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        placed = redistributed_as(grad, parameter._spec)
+        if placed is not grad:
+            parameter.grad = grad = placed
+    return grad
+
+
 def on_mesh(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
     """Return ``spec`` on another mesh of the same ranks."""
     meta = spec.tensor_meta

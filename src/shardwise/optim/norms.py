@@ -34,7 +34,9 @@ def clip_grad_norm_(
     Args:
         parameters: the parameters whose ``.grad`` is clipped. Those without a gradient are skipped.
         max_norm: the largest norm that is not clipped.
-        norm_type: 2 for the Euclidean norm, any other positive ``p``, or ``math.inf``.
+        norm_type: 2 for the Euclidean norm, any other ``p``, ``math.inf`` for the largest
+            magnitude, ``-math.inf`` for the smallest, or 0: as in torch, that counts the gradients
+            that are not all zero.
         error_if_nonfinite: raise an error if the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
@@ -71,7 +73,8 @@ def scale_grads(
     They are not scaled up.
     """
     scale = torch.clamp(max_norm / (torch.as_tensor(norm) + 1e-6), max=1.0)
-    locals_ = [dtensor.plain(param.grad) for param in parameters if param.grad is not None]
+    found = (dtensor.placed_grad(param) for param in parameters)
+    locals_ = [dtensor.plain(grad) for grad in found if grad is not None]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in locals_:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -83,13 +86,15 @@ class NormParts:
     """This rank's part of a norm, which grows until :meth:`total` adds up those of all ranks.
 
     Args:
-        norm_type: 2 for the Euclidean norm, any other positive ``p``, or ``math.inf``.
+        norm_type: 2 for the Euclidean norm, or any other that :func:`clip_grad_norm_` takes.
     """
 
     def __init__(self, norm_type: float = 2.0) -> None:
         self._norm_type = norm_type
-        # The largest element, or the sum of powers, by the process groups that it is spread over.
+        # By the process groups that gradients are spread over: an extreme; the sum of powers; or,
+        # for order 0, how many elements of each gradient are not zero.
         self._parts: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+        self._has_elements = False
 
     def add(self, parameters: Iterable[torch.Tensor]) -> torch.dtype:
         """Add the gradients of ``parameters``. Every rank adds the same parameters.
@@ -102,12 +107,15 @@ class NormParts:
         Raises:
             ValueError: a parameter is a ``DTensor`` with a pending reduction.
         """
-        spread, device, dtype = _spread(parameters)
+        params = list(parameters)
+        spread, device, dtype = _spread(params)
         wide = torch.promote_types(dtype, torch.float32)
         for groups, grads in spread.items():
             part = _local_norm(grads, self._norm_type, wide, device)
             before = self._parts.get(groups)
             self._parts[groups] = part if before is None else self._sum(before, part)
+        if self._norm_type < 0:
+            self._has_elements |= any(p.grad is not None and p.numel() > 0 for p in params)
         return dtype
 
     def total(self) -> torch.Tensor:
@@ -116,21 +124,28 @@ class NormParts:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        found: torch.Tensor | None = None
-        op = dist.ReduceOp.MAX if math.isinf(self._norm_type) else dist.ReduceOp.SUM
-        reductions = Reductions("the gradient norm", op)
-        for groups, part in self._parts.items():
+        order, parts, self._parts = self._norm_type, self._parts, {}
+        reductions = Reductions("the gradient norm", _OPS.get(order, dist.ReduceOp.SUM))
+        for groups, part in parts.items():
             reductions.add(part, groups)
         reductions.run()
-        for part in self._parts.values():
-            found = part if found is None else self._sum(found, part)
-        self._parts = {}
-        if found is None:
+        if not parts or (order < 0 and not self._has_elements):
             return torch.zeros(())
-        return found if math.isinf(self._norm_type) else found ** (1.0 / self._norm_type)
+        found = functools.reduce(self._sum, parts.values())
+        if order == 0:
+            return found.count_nonzero().to(found.dtype)
+        return found if math.isinf(order) else found ** (1.0 / order)
 
     def _sum(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(one, other) if math.isinf(self._norm_type) else one + other
+        if self._norm_type == 0:
+            return torch.cat([one, other])
+        extreme = _EXTREMES.get(self._norm_type)
+        return one + other if extreme is None else extreme(one, other)
+
+
+#: Norms that are no sums.
+_OPS = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}
+_EXTREMES = {math.inf: torch.maximum, -math.inf: torch.minimum}
 
 
 def _spread(
@@ -140,7 +155,8 @@ def _spread(
 
     Returns:
         Local gradients by process groups, including groups of parameters without a gradient, so
-        that all ranks make the same all-reduces; their device; their widest dtype.
+        that all ranks make the same all-reduces. A ``DTensor`` without one has an empty one there.
+        Their device; their widest dtype.
     """
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device, dtype = torch.device("cpu"), None
@@ -151,15 +167,17 @@ def _spread(
                 "values are pending a reduction. Redistribute it to Shard or Replicate first"
             )
         grads = spread.setdefault(groups_cutting(param), [])
-        if param.grad is not None:
-            local = dtensor.plain(param.grad)
+        grad = dtensor.placed_grad(param)
+        if grad is not None:
+            local = dtensor.plain(grad)
             grads.append(local)
         elif isinstance(param, DTensor):
             local = dtensor.local_of(param)
+            grads.append(local.new_empty(0))
         else:
             continue
         device = local.device
-        if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
+        if grad is not None or param.requires_grad:  # other ranks may have its gradient
             dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
     return spread, device, torch.float32 if dtype is None else dtype.to_real()
 
@@ -167,14 +185,20 @@ def _spread(
 def _local_norm(
     grads: list[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of the norm: the largest element, or the sum of ``norm_type``-th powers."""
+    """This rank's part of the norm: see ``NormParts``."""
+    if norm_type == 0:
+        counts = [grad.count_nonzero().to(device, dtype) for grad in grads]
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=dtype, device=device)
     grads = [grad for grad in grads if grad.numel() > 0]
     if not grads:
-        return torch.zeros((), dtype=dtype, device=device)
+        nothing = math.inf if norm_type == -math.inf else 0.0
+        return torch.full((), nothing, dtype=dtype, device=device)
     norms = torch.stack(
         [norm.to(device, dtype) for norm in autograd.foreach_norm(grads, norm_type)]
     )
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    if math.isinf(norm_type):
+        return norms.max() if norm_type > 0 else norms.min()
+    return (norms**norm_type).sum()
 
 
 class ClipBy(enum.Enum):

@@ -54,6 +54,35 @@ def abandon(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
             peers.hang_up()
 
 
+#: For floats, use :func:`all_reduce_extreme`.
+_EXTREMES = (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def all_reduce_extreme(
+    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
+    """Reduce floats by ``MAX`` or ``MIN`` in place, to NaN where any rank has NaN.
+
+    Backends compare floats, and no number is greater or less than NaN. So gloo keeps a NaN of the
+    rank that reduces the element, and hides that of any other. Here integers are compared, which
+    are in the order of the floats of the same bits, with NaN at the end that wins.
+
+    Args:
+        values: float32 or float64, contiguous.
+        op: ``MAX`` or ``MIN``.
+        group: the ranks.
+    """
+    integer = _INTEGERS[values.dtype]
+    ends = torch.iinfo(integer)
+    bits = values.view(integer)
+    # Of negative floats, whose order is the other way around, all bits but the sign are flipped.
+    keys = bits ^ ((bits >> (ends.bits - 1)) & ends.max)
+    keys.masked_fill_(values.isnan(), ends.max if op == dist.ReduceOp.MAX else ends.min)
+    dist.all_reduce(keys, op=op, group=group)
+    bits.copy_(keys ^ ((keys >> (ends.bits - 1)) & ends.max))
+
+
 class Reductions:
     """Tensors that are reduced over ranks, in one all-reduce for each process group.
 
@@ -61,7 +90,7 @@ class Reductions:
 
     Args:
         name: what they are, for reports and errors.
-        op: how values are reduced.
+        op: how values are reduced. ``MAX`` and ``MIN`` are NaN where any rank has NaN.
     """
 
     def __init__(self, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -101,7 +130,10 @@ class Reductions:
                 peers.collective(f"the all-reduce of {self._name}"),
                 observe.during(Activity.WAIT, self._name, peers.dimension),
             ):
-                dist.all_reduce(flat, op=self._op, group=group)
+                if self._op in _EXTREMES:
+                    all_reduce_extreme(flat, self._op, group)
+                else:
+                    dist.all_reduce(flat, op=self._op, group=group)
             observe.end(number)
             parts = torch.split(flat, [term.numel() for term in terms])
             for term, part in zip(terms, parts, strict=True):
