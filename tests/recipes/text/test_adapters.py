@@ -31,7 +31,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.insight.schema.sharding import Gathers, PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.running import as_after, train
 from tests.recipes.small import losses, small_config, validation
@@ -86,9 +86,12 @@ def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(
         )
         found = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
         assert found == gathers + 1, "the rest of the model is always kept"
-    for frozen, free in ((Frozen.KEEP, 1), (Frozen.GATHER, 1 << 40)):
+    for frozen, free, expected in (
+        (Frozen.KEEP, 1, Gathers.EVERY_STEP),
+        (Frozen.GATHER, 1 << 40, Gathers.EVERY_MICROBATCH),
+    ):
         example = lm.example(dataclasses.replace(config, frozen=frozen))
-        assert example.keeps(blueprint.model, free) is (frozen is Frozen.KEEP)
+        assert example.gathers(blueprint.model, True, free) is expected
 
 
 def test_four_ranks_have_them_within_rounding(
