@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained.building import build
+from shardwise.frontends.pretrained.lora import add_adapters
 from shardwise.frontends.pretrained.merging import merge_lora
 from tests.ecosystem.llama import full, loss_of, tiny_llama, tokens
 from tests.harness import run_ranks
@@ -219,6 +221,16 @@ def _refuses(rank: int, world_size: int, folder: Path) -> None:
     (folder / "taken").mkdir(exist_ok=True)
     with pytest.raises(CheckpointError, match="taken exists"):
         shardwise.save_pretrained(model, folder / "taken")
+
+
+def test_dropout_on_single_parameters_is_refused_by_name(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
+    model = build(with_experts("mixtral", tmp_path))
+    found = r"lora_dropout=0.1 in a model with model.layers.0.mlp.experts.gate_up_proj, expected 0"
+    with pytest.raises(ValueError, match=found):
+        add_adapters(model, config)
 
 
 @pytest.mark.parametrize("program", [_differs, _bf16, _refuses])

@@ -48,12 +48,12 @@ def _gpt2(folder: Path) -> Path:
     return folder
 
 
-def with_experts(family: str, folder: Path) -> Path:
+def with_experts(family: str, folder: Path, **changes: Any) -> Path:
     """A model whose experts are one parameter, which files may have apart."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **EXPERTS[family])
+    config = transformers.AutoConfig.for_model(family, **{**EXPERTS[family], **changes})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

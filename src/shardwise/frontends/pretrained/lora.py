@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -78,9 +79,19 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
             f"config: found trainable_token_indices={tokens}, expected none: their forward changes "
             "the embedding, which is sharded; modules_to_save=['embed_tokens'] trains all of it"
         )
+    fused = next((name for name, each in model.named_parameters() if each.ndim == 3), None)
     trains = model.training
     with torch.random.fork_rng(devices=[]):  # peft draws numbers that nothing holds
-        adapted: PeftModel = opening.with_adapters(model, config, "config")
+        try:
+            adapted: PeftModel = opening.with_adapters(model, config, "config")
+        except ValueError as error:
+            if fused is None or not getattr(config, "lora_dropout", 0.0):
+                raise
+            raise ValueError(
+                f"config: found lora_dropout={config.lora_dropout} in a model with {fused}, "
+                "expected 0: adapters on parameters that are no layers cannot drop their inputs "
+                f"({one_line(error)})"
+            ) from error
     adapted.train(trains)
     return adapted
 
