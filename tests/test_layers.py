@@ -75,6 +75,7 @@ INNER_LAYERS = {
     ],
     "insight": [
         ["schema", "blueprint"],
+        ["step"],
         ["inspect"],
         ["planning"],
         ["timeline", "proof"],

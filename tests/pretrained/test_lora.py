@@ -13,9 +13,12 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained.building import build
+from shardwise.frontends.pretrained.lora import add_adapters
 from shardwise.frontends.pretrained.merging import merge_lora
 from tests.ecosystem.llama import full, loss_of, tiny_llama, tokens
 from tests.harness import run_ranks
+from tests.pretrained.test_merging import with_experts
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
 
@@ -31,10 +34,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Adapters on parameters that are no layers: the experts of a model.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"target_modules": "all-linear"},
+    "gpt_oss": {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+}
+
+
 def _config(kind: str) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", **KINDS[kind])
+    return LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", **{**KINDS, **EXPERTS}[kind])
 
 
 def _twin(folder: Path, kind: str) -> Any:
@@ -116,6 +126,12 @@ def _trains(rank: int, world_size: int, folder: Path, kind: str) -> None:
     _train(other, its_optimizer, rank, STEPS)
     _train_twin(twin, its, STEPS)
     _assert_same_bits(other, twin)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_adapters_on_experts_train_as_on_an_unsharded_model(tmp_path: Path, kind: str) -> None:
+    with_experts(kind, tmp_path / "base")
+    run_ranks(_trains, 2, tmp_path, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,6 +221,16 @@ def _refuses(rank: int, world_size: int, folder: Path) -> None:
     (folder / "taken").mkdir(exist_ok=True)
     with pytest.raises(CheckpointError, match="taken exists"):
         shardwise.save_pretrained(model, folder / "taken")
+
+
+def test_dropout_on_single_parameters_is_refused_by_name(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
+    model = build(with_experts("mixtral", tmp_path))
+    found = r"lora_dropout=0.1 in a model with model.layers.0.mlp.experts.gate_up_proj, expected 0"
+    with pytest.raises(ValueError, match=found):
+        add_adapters(model, config)
 
 
 @pytest.mark.parametrize("program", [_differs, _bf16, _refuses])

@@ -48,6 +48,32 @@ def _gpt2(folder: Path) -> Path:
     return folder
 
 
+def with_experts(family: str, folder: Path, **changes: Any) -> Path:
+    """A model whose experts are one parameter, which files may have apart."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**EXPERTS[family], **changes})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+#: Stacked when they are loaded, named and stacked in another way, and stored transposed.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_SIZES, "num_local_experts": 3},
+    "qwen3_moe": {**_SIZES, "num_experts": 3, "moe_intermediate_size": 8, "head_dim": 8},
+    "gpt_oss": {**_SIZES, "num_local_experts": 3, "head_dim": 8, "num_experts_per_tok": 2},
+}
+
+
 def _adapters(base: Path, folder: Path, **settings: Any) -> Any:
     """Write adapters with random values; return the model that has them."""
     from peft import LoraConfig, get_peft_model
@@ -127,6 +153,26 @@ def test_weights_stored_transposed_are_merged_transposed(tmp_path: Path) -> None
     base = _gpt2(tmp_path / "base")
     adapted = _adapters(base, tmp_path / "adapters", fan_in_fan_out=True)
     _assert_merges_as_peft(base, tmp_path / "adapters", adapted)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        {"target_parameters": ["experts.down_proj"], "target_modules": ["q_proj"]},
+    ],
+    ids=["all-linear", "both", "one"],
+)
+def test_adapters_on_fused_experts_are_merged(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    base = with_experts(family, tmp_path / "base")
+    adapted = _adapters(base, tmp_path / "adapters", **settings)
+    _assert_merges_as_peft(base, tmp_path / "adapters", adapted)
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_weights_that_are_no_longer_tied_are_written_apart(tmp_path: Path) -> None:

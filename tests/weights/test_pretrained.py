@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import shardwise
 from shardwise.base.errors import CheckpointError
 from tests.harness import run_ranks
-from tests.pretrained.test_lora import KINDS
+from tests.pretrained.test_lora import EXPERTS, KINDS
+from tests.pretrained.test_merging import with_experts
 from tests.weights.names import keep_names_in
 
 pytest.importorskip("transformers")
@@ -44,7 +45,7 @@ def _adapted(base: Any, kind: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    config = LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", **KINDS[kind])
+    config = LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", **{**KINDS, **EXPERTS}[kind])
     adapted = get_peft_model(base, config)
     with torch.no_grad():
         for name, param in adapted.named_parameters():
@@ -131,6 +132,178 @@ def test_merged_adapters_follow_a_step() -> None:
         weights.update()
         merged = copy.deepcopy(model).merge_and_unload().to(torch.bfloat16)
         _assert_read(merged.state_dict(), None)
+
+
+def _publishes_adapters_on_experts(rank: int, world_size: int, names: str, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    keep_names_in(names)
+    for family in EXPERTS:
+        base = folder / family
+        twin = _adapted(AutoModelForCausalLM.from_pretrained(base), family)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        for layer in model.model.layers:
+            shardwise.fully_shard(layer)
+        model = shardwise.fully_shard(_adapted(model, family))
+        with shardwise.publish(model, "policy", adapters="merged"):
+            merged = twin.merge_and_unload()
+            if rank == 0:
+                merged.save_pretrained(folder / f"{family}-merged")
+            dist.barrier()
+            _assert_read(load_file(folder / f"{family}-merged" / "model.safetensors"), None)
+            dist.barrier()
+        dist.barrier()
+
+
+def test_adapters_on_experts_are_published_as_their_files_have_them(tmp_path: Path) -> None:
+    for family in EXPERTS:
+        with_experts(family, tmp_path / family)
+    run_ranks(_publishes_adapters_on_experts, 2, str(tmp_path / "names"), tmp_path)
+
+
+def _lora(**settings: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
+
+
+def _with_two_adapters() -> Any:
+    from peft import get_peft_model
+
+    model = get_peft_model(_make("llama"), _lora(modules_to_save=["lm_head"]))
+    model.add_adapter("other", _lora(target_modules=["v_proj"]))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                param.normal_()
+    return model
+
+
+def test_the_active_adapter_is_what_is_published_and_saved(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+
+    model = _with_two_adapters()
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        with shardwise.publish(model, "policy"):
+            _assert_read(get_peft_model_state_dict(model, adapter_name=name), None)
+        with shardwise.publish(model, "policy", adapters="merged") as weights:
+            merged = copy.deepcopy(model).merge_and_unload(adapter_names=[name])
+            _assert_read(merged.state_dict(), None)
+            model.set_adapter("other" if name == "default" else "default")
+            with pytest.raises(CheckpointError, match=rf"found \w+ active, expected {name}, as"):
+                weights.update()
+    model.set_adapter("other")
+    _make("llama").save_pretrained(tmp_path / "base")
+    model.peft_config["other"].base_model_name_or_path = str(tmp_path / "base")
+    shardwise.save_pretrained(model, tmp_path / "saved")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")
+    tokens = torch.arange(8)[None]
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_adapters_are_merged_with_the_scale_that_the_forward_has() -> None:
+    model = _adapted(_make("llama"), "plain")
+    with shardwise.publish(model, "policy", adapters="merged") as weights:
+        for layer in model.modules():
+            if hasattr(layer, "scale_layer"):
+                layer.scale_layer(0.5)
+        weights.update()
+        _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
+    with pytest.raises(CheckpointError, match=r"q_proj: found adapters scaled by 2, expected 4, "):
+        shardwise.publish(model, "policy")
+
+
+def _several_active(model: Any) -> None:
+    model.base_model.set_adapter(["default", "other"])
+
+
+def _one_elsewhere(model: Any) -> None:
+    model.model.model.layers[1].self_attn.q_proj.set_adapter("other")
+
+
+def _disabled(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+@pytest.mark.parametrize("form", ["alone", "merged"])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_several_active, "adapters: found default, other active, expected one in all layers"),
+        (_one_elsewhere, "adapters: found default, other active, expected one in all layers"),
+        (_disabled, "self_attn.q_proj: found adapters that are disabled, expected them enabled"),
+    ],
+)
+def test_what_no_reader_would_compute_is_not_published(change: Any, found: str, form: str) -> None:
+    model = _with_two_adapters()
+    change(model)
+    with pytest.raises(CheckpointError, match=found):
+        shardwise.publish(model, "policy", adapters=form)
+
+
+def test_adapters_that_are_merged_already_are_not_added_again() -> None:
+    model = _adapted(_make("llama"), "plain")
+    model.merge_adapter()
+    with pytest.raises(CheckpointError, match=r"merged into the base, .*call unmerge_adapter"):
+        shardwise.publish(model, "policy", adapters="merged")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (lambda: _lora(layer_replication=[(0, 2), (1, 2)]), "layer_replication: found"),
+        (lambda: _other("Vera"), "found the buffer vera_A.default of an adapter, expected"),
+        (lambda: _other("OFT"), "found the buffer oft_R.default.rows of an adapter, expected"),
+        (lambda: _other("Shira"), "adapters of type .*SHIRA on a model without memory; publish"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_refused_by_name(config: Any, found: str) -> None:
+    from peft import get_peft_model
+
+    model = get_peft_model(_make("llama"), config())
+    with pytest.raises(CheckpointError, match=found):
+        shardwise.publish(model, "policy", adapters="merged")
+
+
+#: Kinds of adapters, and what each needs.
+OTHERS: dict[str, dict[str, Any]] = {
+    "AdaLora": {"total_step": 10},
+    "HRA": {},
+    "IA3": {"feedforward_modules": []},
+    "LNTuning": {"target_modules": ["input_layernorm"]},
+    "LoHa": {},
+    "LoKr": {},
+    "OFT": {},
+    "Shira": {"r": 2},
+    "Vera": {"r": 2},
+}
+_SAVED_APART = ("OFT", "Shira", "Vera")
+
+
+def _other(kind: str) -> Any:
+    import peft
+
+    given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **OTHERS[kind]}
+    return getattr(peft, f"{kind}Config")(**given)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_of_every_kind_are_published_as_peft_saves_and_merges_them(kind: str) -> None:
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    model = get_peft_model(_make("llama"), _other(kind))
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.normal_(std=0.1)
+    with shardwise.publish(model, "policy"):
+        _assert_read(get_peft_model_state_dict(model), None)
+    if kind not in _SAVED_APART:
+        with shardwise.publish(model, "policy", adapters="merged") as weights:
+            _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
+            weights.update()
+            _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
 
 
 @pytest.mark.parametrize(

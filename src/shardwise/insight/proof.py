@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ from shardwise.insight.planning.rehearsal import (
 )
 from shardwise.insight.planning.settings import Settings, UntraceableError
 from shardwise.insight.schema.sharding import PrecisionName
-from shardwise.optim.norms import clip_grad_norm_
+from shardwise.insight.step import TrainingStep
 from shardwise.sharding.tree import every_tensor_in
 
 #: The largest difference of gradients from one process, as a share of the largest value. Rounding
@@ -171,35 +172,34 @@ class _Training:
             self._first, self._ranks = dist.get_rank(), 1
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = make_optimizer(settings, self.model, params)
+        self._one = TrainingStep(
+            model=self.model,
+            loss=functools.partial(compute_loss, self._settings),
+            optimizer=self.optimizer,
+            max_norm=settings.max_norm,
+        )
 
     def backward(self, step: int) -> float:
         """Run the microbatches of this process, and return their mean loss."""
-        count = self._settings.accumulate
-        losses = []
-        model: Any = self.model
-        for at in range(self._ranks * count):
-            if self._runtime is not None and count > 1:
-                model.set_requires_gradient_sync(at == count - 1)
-            loss = self.forward(step, at)
-            (loss / (self._ranks * count)).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        return statistics.fmean(losses)
+        count = self._ranks * self._settings.accumulate
+        losses = self._one.backward((self._batch(step, at) for at in range(count)), count, count)
+        return statistics.fmean(loss.item() for loss in losses)
 
     def forward(self, step: int, at: int) -> torch.Tensor:
-        """Run the forward of a microbatch; what it draws depends on its number alone."""
+        """Run the forward of a microbatch alone."""
+        return self._one.loss(self.model, self._batch(step, at))
+
+    def _batch(self, step: int, at: int) -> Any:
+        """Make a microbatch. What it and its forward draw depends on its number alone."""
         number = self._first * self._settings.accumulate + at
         torch.manual_seed((step << 20) + number + 1)
         with self._device:
-            batch = make_batch(self._settings, self.model, self._name)
-        return compute_loss(self._settings, self.model, batch)
+            return make_batch(self._settings, self.model, self._name)
 
     def update(self) -> None:
         """Step with the gradients, and drop them."""
-        if self._settings.clip_grad:
-            clip_grad_norm_(list(self.model.parameters()), self._settings.clip_grad)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self.model.zero_grad()
+        self._one.norm()
+        self._one.update()
 
     def step(self, step: int) -> float:
         """Take a step, and return the mean loss of this process."""

@@ -31,8 +31,9 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.insight.schema.sharding import Gathers, PrecisionName
 from shardwise.insight.schema.training import Existing
+from tests.pretrained.test_merging import with_experts
 from tests.recipes.running import as_after, train
 from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned
@@ -86,9 +87,12 @@ def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(
         )
         found = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
         assert found == gathers + 1, "the rest of the model is always kept"
-    for frozen, free in ((Frozen.KEEP, 1), (Frozen.GATHER, 1 << 40)):
+    for frozen, free, expected in (
+        (Frozen.KEEP, 1, Gathers.EVERY_STEP),
+        (Frozen.GATHER, 1 << 40, Gathers.EVERY_MICROBATCH),
+    ):
         example = lm.example(dataclasses.replace(config, frozen=frozen))
-        assert example.keeps(blueprint.model, free) is (frozen is Frozen.KEEP)
+        assert example.gathers(blueprint.model, True, free) is expected
 
 
 def test_four_ranks_have_them_within_rounding(
@@ -290,6 +294,40 @@ def test_layers_that_the_model_lacks_are_reported(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
     ranks(_refused, 1, adapting(tmp_path, published, "run", lora="targets=nothing"))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("mixtral", "all-linear"), ("gpt_oss", "q_proj+gate_up_proj+experts.down_proj")],
+)
+def test_adapters_on_experts_are_trained_and_merged(
+    ranks: Ranks, tmp_path: Path, published: Path, family: str, targets: str
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(published / "model")
+    base = with_experts(family, tmp_path / "base", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(base)
+    config = tuned(
+        tmp_path,
+        base,
+        "run",
+        chat=(str(published / "chats.jsonl"),),
+        lora=f"r=2,targets={targets}",
+        packing=Packing.PADDED,
+        merge=True,
+        steps=2,
+    )
+    assert ranks(train, 2, config)[0] == ["finished"]
+    adapted = AutoPeftModelForCausalLM.from_pretrained(config.files.adapters)
+    trained = [
+        name for name, value in adapted.state_dict().items() if "lora_B" in name and value.any()
+    ]
+    assert sum(".experts." in name for name in trained) == 2 * 2
+    expected = adapted.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(config.files.merged).state_dict()
+    assert all(torch.equal(each, expected[name]) for name, each in merged.items())
 
 
 def test_a_fingerprint_sees_values_and_not_only_sizes(tmp_path: Path) -> None:

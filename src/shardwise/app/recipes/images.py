@@ -91,9 +91,9 @@ def _load_sharded(
     return model
 
 
-def blueprint(config: ImageFolderConfig) -> Blueprint:
-    """Return the model without memory, and how it is sharded; it has ImageNet's 1000 classes."""
-    model = build_classifier(config.settings(), FAKE_CLASSES)
+def blueprint(config: ImageFolderConfig, classes: int = FAKE_CLASSES) -> Blueprint:
+    """Return the model without memory, and how it is sharded; by default for ImageNet's classes."""
+    model = build_classifier(config.settings(), classes)
     placement = vit_placement if isinstance(config, VitConfig) else None
     return Blueprint(config.model, model, units_of(model, config)[0], placement=placement)
 

@@ -30,7 +30,7 @@ from shardwise.app.recipes.core.model import (
     initialize,
     next_token_loss,
 )
-from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext
+from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
@@ -41,6 +41,7 @@ from shardwise.base.units import listed, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
 from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -203,12 +204,14 @@ def example(config: LmConfig) -> Example:
     def batch(count: int) -> torch.Tensor:
         return torch.zeros(count, config.seq_length + 1, dtype=torch.long)
 
-    def keeps(model: nn.Module, free: int) -> bool:
+    def gathers(model: nn.Module, frees: bool, free: int) -> Gathers:
+        if config.lora is None:
+            return Gathers.EVERY_MICROBATCH
         needed = frozen_bytes(model, config.train.sharding.compute_dtype)
-        how = config.frozen or allowed(needed, free)
-        return config.lora is not None and how is Frozen.KEEP
+        kept = not frees or (config.frozen or allowed(needed, free)) is Frozen.KEEP
+        return Gathers.EVERY_STEP if kept else Gathers.EVERY_MICROBATCH
 
-    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, keeps=keeps)
+    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, gathers=gathers)
 
 
 def _finish(

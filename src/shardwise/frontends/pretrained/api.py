@@ -309,22 +309,54 @@ class _SavedWeights:
         if infos != self._plan.infos:
             self._plan = _planned(infos, self._reversal)
         names, convert = self._plan.renamed, self._reversal.revert
-        for each in computed:
-            if not each.results.keys() <= names.keys():
-                raise CheckpointError(
-                    f"{', '.join(each.results)}: found adapters on weights that transformers "
-                    "converts when it saves them, expected others; publish the adapters alone"
-                )
+        done = {name for each in computed for name in each.results}
         return Contents(
             {names[name]: tensor for name, tensor in tensors.items() if name in names},
             [
-                *(each.renamed(names) for each in computed),
+                *(self._converted_again(each, tensors) for each in computed),
                 *(
                     Conversion({name: tensors[name] for name in group}, results, convert)
                     for group, results in self._plan.converted
+                    if done.isdisjoint(group)
                 ),
             ],
         )
+
+    def _converted_again(
+        self, first: Conversion, tensors: Mapping[str, torch.Tensor]
+    ) -> Conversion:
+        """What is computed of other tensors, in the form and under the names of files.
+
+        Raises:
+            CheckpointError: that takes what another conversion makes.
+        """
+        assert self._reversal is not None
+        names, convert = self._plan.renamed, self._reversal.revert
+        later = [
+            each for each in self._plan.converted if not first.results.keys().isdisjoint(each[0])
+        ]
+        beside = [name for group, _ in later for name in group if name not in first.results]
+        if not later:
+            return first.renamed(names)
+        if unknown := [name for name in beside if name not in tensors]:
+            raise CheckpointError(
+                f"{', '.join(first.results)}: found adapters on weights that transformers saves "
+                f"together with {', '.join(unknown)}, which have adapters of their own, expected "
+                "others; publish the adapters alone"
+            )
+
+        def convert_all(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            made = {**first.convert(full), **{name: full[name] for name in beside}}
+            found = {names[name]: made[name] for name in first.results if name in names}
+            for group, _ in later:
+                found |= convert({name: made[name] for name in group})
+            return found
+
+        results = {names[name]: info for name, info in first.results.items() if name in names}
+        for _, infos in later:
+            results |= infos
+        sources = {**first.sources, **{name: tensors[name] for name in beside}}
+        return Conversion(sources, results, convert_all)
 
     def _own_tensors(self) -> Unconverted:
         from shardwise.frontends.pretrained import hf

@@ -27,7 +27,7 @@ from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed
 from shardwise.checkpoint.disk.boxes import Box, full_box
-from shardwise.checkpoint.disk.entries import StatePath, dotted
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
@@ -62,7 +62,7 @@ class LoadReport:
 
 
 @dataclass
-class _FillPlan:
+class FillPlan:
     """Where each tensor of the model comes from, by its name in a plain model.
 
     Attributes:
@@ -163,7 +163,7 @@ def _load(
     names = {**names, **packed}
     with open_source(where) as source, torch.no_grad():
         conversions = hf.Conversions(inner, {names.get(n, n) for n in state})
-        plan = _plan(conversions, source)
+        plan = plan_filling(conversions, source)
         found: dict[str, str] = {}  # name in the model -> the plain name that it is found under
         for each in state:
             alike = [names.get(tied, tied) for tied in (each, *ties.get(each, ()))]
@@ -221,8 +221,13 @@ def _load(
     return LoadReport(tuple(missing), tuple(unexpected))
 
 
-def _plan(conversions: hf.Conversions, source: Source) -> _FillPlan:
-    plan = _FillPlan()
+def plan_filling(conversions: hf.Conversions, source: Source) -> FillPlan:
+    """Find out where each tensor of a model comes from, without reading anything.
+
+    Raises:
+        CheckpointError: ``transformers`` cannot convert what the files have.
+    """
+    plan = FillPlan()
     stored = model_tensors(source)
     jobs: dict[str, _Conversion] = {}
     for name in hf.natural_order(stored):
@@ -266,7 +271,7 @@ def _convert(job: _Conversion, conversions: hf.Conversions, source: Source) -> N
 
 def _check_shapes(
     source: Source,
-    plan: _FillPlan,
+    plan: FillPlan,
     shapes: Mapping[str, Sequence[int]],
     found: Mapping[str, str],
 ) -> None:
@@ -284,7 +289,7 @@ def _check_shapes(
 
 def _read_converted(
     wanted: Mapping[str, Sequence[torch.Tensor]],
-    plan: _FillPlan,
+    plan: FillPlan,
     conversions: hf.Conversions,
     source: Source,
     window: ReadWindow,
@@ -371,6 +376,46 @@ def _tell(name: Name, report: LoadReport) -> None:
     ):
         if names:
             _log.warning("%s: %s: %s", name, what, listed(names, 10))
+
+
+class ConvertedSource(Source):
+    """What files become in a model by being rearranged, such as the stacked experts of a layer.
+
+    Args:
+        base: the files.
+        plan: where each tensor of the model comes from.
+
+    Attributes:
+        tensors: these tensors, each under ``("model", name in a plain model)``.
+    """
+
+    def __init__(self, base: Source, plan: FillPlan) -> None:
+        self.where = base.where
+        self.values: dict[StatePath, Any] = {}
+        self._base = base
+        self._made = {
+            name: made
+            for name, job in plan.converted.items()
+            if isinstance(made := job.made[name], Pieced)
+        }
+        self.tensors: dict[StatePath, TensorInfo] = {
+            ("model", name): TensorInfo(base.tensors[min(made.paths)].dtype, tuple(made.shape))
+            for name, made in self._made.items()
+        }
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        self._made[dotted(path[1:])].read(self._base, ReadWindow(BUFFER), box, into)
+
+    def parts_of(self, name: str) -> frozenset[StatePath]:
+        """The tensors of the files that one is made of; none: it is no tensor of this source."""
+        return self._made[name].paths if name in self._made else frozenset()
+
+    def write(
+        self, name: str, values: torch.Tensor, path: StatePath, box: Box, into: torch.Tensor
+    ) -> None:
+        """Put the values of a tensor into a box of one of its parts; see :meth:`Pieced.write`."""
+        self._made[name].write(values, path, box, into)
 
 
 # -- tensors put together from boxes of others, of which only the wanted part is read --------------
@@ -469,6 +514,30 @@ class Pieced:
                 place = piece.placed(part)
                 target = narrow(into, place.relative_to(box.offsets))
                 target.copy_(elements.permute(*squeezed, *order).reshape(place.sizes))
+
+    def write(self, values: torch.Tensor, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Do the reverse of :meth:`read`: put values of the result where the files have them.
+
+        Args:
+            values: the result in full.
+            path: path of a tensor in the files.
+            box: a box of that tensor.
+            into: a tensor with the sizes of the box. What the result has no part in stays.
+        """
+        for piece in self._pieces:
+            part = piece.source_box().intersection(box) if piece.path == path else None
+            if part is None or not part.numel:
+                continue
+            kept = [own for own in piece.dims if own is not None]
+            found = narrow(values, piece.placed(part)).reshape([part.sizes[own] for own in kept])
+            order = [kept.index(own) for own in sorted(kept)]
+            target = narrow(into, part.relative_to(box.offsets))
+            target.copy_(found.permute(order).reshape(part.sizes))
+
+    @property
+    def paths(self) -> frozenset[StatePath]:
+        """The tensors of the files that it is made of."""
+        return frozenset(piece.path for piece in self._pieces)
 
     @classmethod
     def __torch_function__(

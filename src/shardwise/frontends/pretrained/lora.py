@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -33,6 +34,7 @@ from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor, ties
 from shardwise.frontends.pretrained import hf, opening
+from shardwise.frontends.pretrained.building import explaining
 from shardwise.frontends.pretrained.filling import same_random_numbers
 from shardwise.frontends.pretrained.four_bits import four_bit_layers
 from shardwise.frontends.pretrained.merging import (
@@ -41,6 +43,7 @@ from shardwise.frontends.pretrained.merging import (
     MergedLayer,
     merge,
     planned_merge,
+    wrappers,
 )
 from shardwise.sharding.allocate import allocate
 
@@ -76,9 +79,19 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
             f"config: found trainable_token_indices={tokens}, expected none: their forward changes "
             "the embedding, which is sharded; modules_to_save=['embed_tokens'] trains all of it"
         )
+    fused = next((name for name, each in model.named_parameters() if each.ndim == 3), None)
     trains = model.training
     with torch.random.fork_rng(devices=[]):  # peft draws numbers that nothing holds
-        adapted: PeftModel = opening.with_adapters(model, config, "config")
+        try:
+            adapted: PeftModel = opening.with_adapters(model, config, "config")
+        except ValueError as error:
+            if fused is None or not getattr(config, "lora_dropout", 0.0):
+                raise
+            raise ValueError(
+                f"config: found lora_dropout={config.lora_dropout} in a model with {fused}, "
+                "expected 0: adapters on parameters that are no layers cannot drop their inputs "
+                f"({one_line(error)})"
+            ) from error
     adapted.train(trains)
     return adapted
 
@@ -169,9 +182,7 @@ def _initial_values(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     config: Any = model.peft_config[_NAME]
     gaussian = config.init_lora_weights == "gaussian"
-    for path, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
+    for path, layer in _in_order_of_peft(model):
         if _NAME in layer.lora_A:
             down: Any = layer.lora_A[_NAME]
             up: Any = layer.lora_B[_NAME]
@@ -194,6 +205,28 @@ def _initial_values(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{path}.lora_embedding_B.{_NAME}", torch.randn(up.shape)
 
 
+def _in_order_of_peft(model: PeftModel) -> list[tuple[str, LoraLayer]]:
+    """The layers with adapters, by name, in the order in which peft has made them.
+
+    Modules come first. Then come single parameters, such as the fused experts of a layer; each has
+    a layer of its own, around the one before it.
+    """
+    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, LoraLayer)]
+    modules = [(path, each) for path, each in layers if not hasattr(each, "parameter_name")]
+    of_parameters = {
+        f"{_without_wrappers(path)}.{each.parameter_name}": (path, each)
+        for path, each in layers
+        if hasattr(each, "parameter_name")
+    }
+    made = getattr(model.base_model, "targeted_parameter_names", ())
+    return modules + [of_parameters[name] for name in made]
+
+
+def _without_wrappers(path: str) -> str:
+    """The name that a layer of peft has in the plain model."""
+    return path.removeprefix(PREFIX).replace(".base_layer", "")
+
+
 def _uniform(like: torch.Tensor) -> torch.Tensor:
     """Values as torch initializes the weight of a linear layer."""
     return nn.init.kaiming_uniform_(torch.empty(like.shape), a=math.sqrt(5))
@@ -209,13 +242,25 @@ def saved_adapters(model: PeftModel) -> SavedModel:
     """
 
     def contents() -> Contents:
-        saved = get_peft_model_state_dict(
-            model, state_dict=tensors_of(model), save_embedding_layers=False
-        )
+        adapter = active_adapter(model)
+        _check_scaling(model, adapter)
+        try:
+            saved = get_peft_model_state_dict(
+                model,
+                state_dict=tensors_of(model),
+                adapter_name=adapter,
+                save_embedding_layers=False,
+            )
+        except KeyError as error:
+            kind = model.peft_config[adapter].peft_type
+            raise CheckpointError(
+                f"{error}: found no such tensor among those of the model, expected all tensors of "
+                f"adapters of type {kind}; save them with the save_pretrained of peft"
+            ) from error
         return Contents({name: check_tensor(tensor, name) for name, tensor in saved.items()})
 
     def write_config(folder: Path) -> None:
-        config = copy.copy(model.peft_config[_NAME])
+        config = copy.copy(model.peft_config[active_adapter(model)])
         config.inference_mode = True
         mapping = None
         if config.task_type is None:  # else peft knows the class of its own
@@ -227,14 +272,65 @@ def saved_adapters(model: PeftModel) -> SavedModel:
     return SavedModel(contents, write_config, single=ADAPTER_WEIGHTS, needs_single=True)
 
 
+def active_adapter(model: PeftModel) -> str:
+    """The name of the adapter that a forward of a model computes with.
+
+    Raises:
+        CheckpointError: it computes with none or several, or not with the same one everywhere.
+    """
+    active = list(model.active_adapters)
+    for path, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer | ModulesToSaveWrapper):
+            continue
+        if layer.disable_adapters:
+            raise CheckpointError(
+                f"{path}: found adapters that are disabled, expected them enabled: what is saved "
+                "is what a forward computes"
+            )
+        own = list(layer.active_adapters)
+        if own != active and (own or isinstance(layer, BaseTunerLayer)):
+            active += own or ["none"]
+            break
+    if len(active) != 1:
+        names = ", ".join(dict.fromkeys(active)) or "none"
+        raise CheckpointError(
+            f"adapters: found {names} active, expected one in all layers; choose it with "
+            "set_adapter, or make one of them with add_weighted_adapter"
+        )
+    return active[0]
+
+
+def _check_scaling(model: PeftModel, adapter: str) -> None:
+    """Check that layers scale an adapter as its configuration says, which is saved beside it.
+
+    Raises:
+        CheckpointError: one does not, as after ``scale_layer`` or ``set_scale``.
+    """
+    config: Any = model.peft_config[adapter]
+    if config.peft_type != PeftType.LORA:  # others have scales of their own
+        return
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+            continue
+        rank, found = layer.r[adapter], layer.scaling[adapter]
+        usual = layer.lora_alpha[adapter] / (math.sqrt(rank) if config.use_rslora else rank)
+        if not math.isclose(found, usual):
+            raise CheckpointError(
+                f"{path}: found adapters scaled by {found:g}, expected {usual:g}, which follows "
+                "from alpha and r: files of peft keep no other; undo it with unscale_layer, or "
+                "merge the adapters"
+            )
+
+
 class MergedAdapters:
-    """The weights of a base with its adapters merged into them, one layer at a time.
+    """The weights of a base with its active adapter merged into them, one layer at a time.
 
     Args:
         model: the model of peft, sharded or not.
 
     Raises:
-        CheckpointError: peft cannot merge a layer, or it would untie weights.
+        CheckpointError: peft cannot merge a layer, it would untie weights, or more than one adapter
+            is active.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -244,11 +340,22 @@ class MergedAdapters:
                 "publish the adapters alone, or merge the files with `shardwise merge-lora`"
             )
         self._model = model
-        self._names = plain_names(model)
+        self._adapter = active_adapter(model)
+        config = copy.copy(model.peft_config[self._adapter])
+        if getattr(config, "layer_replication", None):
+            raise CheckpointError(
+                f"layer_replication: found {config.layer_replication}, expected none: the merged "
+                "model has other layers than its base; publish the adapters alone"
+            )
+        # Copies that are trained in full count only as the active adapter has them: see _replaced.
+        names = plain_names(model).items()
+        self._names = {name: plain for name, plain in names if ".modules_to_save." not in name}
         base = hf.inner_model(model)
         plain = hf.build(fsdp.original_class(base), copy.deepcopy(base.config), torch.float32)
         tied = ties(plain)
-        adapted = opening.with_adapters(plain, copy.copy(model.peft_config[_NAME]), "model")
+        why = f"peft cannot put adapters of type {config.peft_type} on a model without memory"
+        with explaining(f"{why}; publish the adapters alone", CheckpointError):
+            adapted = opening.with_adapters(plain, config, "model", self._adapter)
         merged, self._replaced = planned_merge(adapted, lambda name, plain: name)
         self._layers: dict[MergedLayer[str], dict[str, str]] = {}
         for name, (layer, inside) in merged.items():
@@ -262,6 +369,7 @@ class MergedAdapters:
 
     def __call__(self) -> tuple[dict[str, torch.Tensor], list[Conversion]]:
         """The tensors that no adapter changes, by name in the plain model, and the merged ones."""
+        self._check()
         found = tensors_of(self._model)
         secondary = hf.tied_names(hf.inner_model(self._model))
         kept = {
@@ -271,6 +379,23 @@ class MergedAdapters:
         }
         kept |= {plain: found[name] for plain, name in self._replaced.items()}
         return kept, [self._merge(layer, names, found) for layer, names in self._layers.items()]
+
+    def _check(self) -> None:
+        """Check that the forward adds the adapter that was active at first.
+
+        Raises:
+            CheckpointError: it adds another one, or has been merged into the base.
+        """
+        if (now := active_adapter(self._model)) != self._adapter:
+            raise CheckpointError(
+                f"adapters: found {now} active, expected {self._adapter}, as when publishing began"
+            )
+        for path, layer in self._model.named_modules():
+            if isinstance(layer, BaseTunerLayer) and layer.merged:
+                raise CheckpointError(
+                    f"{path}: found adapters that are merged into the base, expected them apart; "
+                    "call unmerge_adapter()"
+                )
 
     def _merge(
         self,
@@ -283,12 +408,20 @@ class MergedAdapters:
         def convert(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             # Copies, for peft adds to the weight of the base, which may be the model's own.
             own = {name: full[source].clone() for name, source in layer.sources.items()}
+            self._scale(layer)
             made = merge(layer, own, type(self._model).__name__)
             return {names[inside]: tensor for inside, tensor in made.items()}
 
         results = {
-            names[inside.rpartition("base_layer.")[2]]: info_of(found[source])
+            names[plain]: info_of(found[source])
             for inside, source in layer.sources.items()
-            if "base_layer." in inside
+            if (plain := layer.name_in_base(inside)) is not None
         }
         return Conversion(sources, results, convert)
+
+    def _scale(self, layer: MergedLayer[str]) -> None:
+        """Scale the adapter of a layer as the trained model does, which may have changed it."""
+        own = self._model.get_submodule(layer.name)
+        for to, like in zip(wrappers(layer.module), wrappers(own), strict=True):
+            if isinstance(like, LoraLayer):
+                to.scaling.update(like.scaling)

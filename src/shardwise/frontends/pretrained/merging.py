@@ -19,7 +19,6 @@ from peft import get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedModel
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
@@ -35,12 +34,12 @@ from shardwise.checkpoint.formats.source import (
     ReadWindow,
     Source,
     Watch,
-    model_tensors,
     unwatched,
 )
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.building import Name, build, explaining, find
+from shardwise.frontends.pretrained.filling import ConvertedSource, plan_filling
 from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -111,14 +110,21 @@ class MergedLayer(Generic[S]):
     """A layer of the model that adapters change.
 
     Attributes:
+        name: its name in the model of ``peft``.
         module: the layer of ``peft``, on the meta device.
         base: the plain module inside of it.
         sources: for each tensor of the layer, by its name in ``module``: where to read it.
     """
 
+    name: str
     module: nn.Module
     base: nn.Module
     sources: Mapping[str, S]
+
+    def name_in_base(self, name: str) -> str | None:
+        """The name in ``base`` of a tensor of the layer; ``None``: it is one of an adapter."""
+        depth = "base_layer." * len(list(wrappers(self.module)))
+        return name.removeprefix(depth) if name.startswith(depth) else None
 
 
 _Stored = tuple[Source, StatePath]
@@ -154,7 +160,8 @@ class MergedSource(Source):
             raise CheckpointError(str(error)) from error
         ties = {name: {*names} - {name} for name, names in ties_of(model).items()}
         ends = _ends(model)
-        stored = _stored(model, base)
+        self._plan = plan_filling(hf.Conversions(model, model.state_dict().keys()), base)
+        stored = dict(self._plan.direct)
         for name in ties.keys() - stored.keys():
             for other in sorted(ties[name] & stored.keys()):
                 stored[name] = stored[other]
@@ -163,7 +170,15 @@ class MergedSource(Source):
         self._names = {
             path: name for name, path in stored.items() if stored.get(dotted(path[1:])) != path
         }
-        self._changed, self._replaced = _plan(_adapted(model, adapters), values, base, stored)
+        converted = ConvertedSource(base, self._plan)
+        adapted = _adapted(model, adapters)
+        self._changed, self._replaced = _plan(adapted, values, base, stored, converted)
+        # Tensors of the files that are parts of those that the adapters change.
+        self._parts: dict[StatePath, list[str]] = {}
+        for name in sorted(self._changed.keys() | self._replaced.keys()):
+            for part in converted.parts_of(name):
+                self._parts.setdefault(part, []).append(name)
+        self._converted = converted
         changed = (self._changed.keys() | self._replaced.keys()) & ties.keys()
         for name in sorted(changed):
             if not {name, *ties[name]} <= ends:
@@ -180,9 +195,12 @@ class MergedSource(Source):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         name = self._names.get(path, dotted(path[1:]))
-        if name in self._changed:
-            layer, inside = self._changed[name]
-            into.copy_(narrow(self._merged(layer)[inside], box))
+        if path in self._parts:
+            self._base.read(path, box, into)  # what no adapter changes
+            for changed in self._parts[path]:
+                self._converted.write(changed, self._full(changed), path, box, into)
+        elif name in self._changed:
+            into.copy_(narrow(self._full(name), box))
         elif name in self._replaced:
             source, stored = self._replaced[name]
             found = torch.empty(box.sizes, dtype=torch_dtype(source.tensors[stored].dtype))
@@ -190,6 +208,14 @@ class MergedSource(Source):
             into.copy_(found)
         else:
             self._base.read(self._stored.get(name, path), box, into)
+
+    def _full(self, name: str) -> torch.Tensor:
+        """A tensor of the model that the adapters change."""
+        if name in self._changed:
+            layer, inside = self._changed[name]
+            return self._merged(layer)[inside]
+        source, stored = self._replaced[name]
+        return source.full(stored)
 
     def _merged(self, layer: MergedLayer[_Stored]) -> dict[str, torch.Tensor]:
         """The merged tensors of a layer. Those of the last layer are kept."""
@@ -218,12 +244,15 @@ def merge(
     """
     try:
         for name, tensor in tensors.items():
-            if "base_layer." not in name and tensor.dtype in (torch.float16, torch.bfloat16):
+            is_adapter = layer.name_in_base(name) is None
+            if is_adapter and tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor = tensor.float()  # as peft loads adapters
             _assign(layer.module, name, tensor)
-        for each in reversed(list(_wrappers(layer.module))):
+        for each in reversed(list(wrappers(layer.module))):
             each.merge()
-        merged = {name: param.detach() for name, param in layer.base.named_parameters()}
+        base: Any = layer.module
+        # Some adapters are layers that change places with the base.
+        merged = {name: param.detach() for name, param in base.get_base_layer().named_parameters()}
         for name, tensor in merged.items():
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(
@@ -232,9 +261,12 @@ def merge(
                 )
         return merged
     finally:
+        for each in wrappers(layer.module):
+            if each.get_base_layer() is not layer.base:
+                each.unmerge()
         for name, tensor in list(layer.module.named_parameters()):
             _assign(layer.module, name, tensor.detach().to("meta"))
-        for each in _wrappers(layer.module):
+        for each in wrappers(layer.module):
             each.merged_adapters.clear()
 
 
@@ -244,7 +276,7 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(module.get_submodule(prefix), last, nn.Parameter(tensor, requires_grad=False))
 
 
-def _wrappers(module: Any) -> Iterator[Any]:
+def wrappers(module: Any) -> Iterator[Any]:
     """The layers of ``peft`` around a plain module, from the outermost one."""
     while isinstance(module, BaseTunerLayer):
         outer: Any = module
@@ -260,18 +292,6 @@ def _base_of(adapters: Path) -> str:
             f"{adapters / ADAPTER_CONFIG}: names no base model; give its folder or name (--base)"
         )
     return name
-
-
-def _stored(model: PreTrainedModel, base: Source) -> dict[str, StatePath]:
-    """Where the files of the base have each tensor of the model, unless it has to be converted."""
-    paths = model_tensors(base)
-    conversions = hf.Conversions(model, model.state_dict().keys())
-    found = {}
-    for name in hf.natural_order(paths.keys()):
-        target, pattern = conversions.target_of(name)
-        if pattern is None:
-            found[target] = paths[name]
-    return found
 
 
 def _adapted(model: Any, adapters: Path) -> Any:
@@ -292,7 +312,11 @@ def _adapted(model: Any, adapters: Path) -> Any:
 
 
 def _plan(
-    adapted: Any, values: Source, base: Source, stored: Mapping[str, StatePath]
+    adapted: Any,
+    values: Source,
+    base: Source,
+    stored: Mapping[str, StatePath],
+    converted: ConvertedSource,
 ) -> _MergePlan:
     """Find what becomes of each tensor, and check that adapters and base belong together."""
     named = dict(adapted.named_parameters(remove_duplicate=False))
@@ -308,13 +332,15 @@ def _plan(
 
     def source_of(name: str, plain: str) -> tuple[Source, StatePath]:
         found = sources.get(name)
-        if found is None:
-            if plain not in stored:
+        if found is None and plain in stored:
+            found = base, stored[plain]
+        elif found is None:
+            found = converted, ("model", plain)
+            if found[1] not in converted.tensors:
                 raise CheckpointError(
                     f"{base.where}: contains no {plain!r}, which the adapters change, or only "
-                    "parts of it that transformers puts together; expected it as one tensor"
+                    "tensors that transformers computes it from"
                 )
-            found = base, stored[plain]
         source, path = found
         if source.tensors[path].shape != tuple(named[name].shape):
             raise CheckpointError(
@@ -368,12 +394,19 @@ def planned_merge(
         if isinstance(module, BaseTunerLayer) and hasattr(module, "merge"):
             assert isinstance(module, nn.Module)
             kernel = module.get_base_layer()
-            depth = "base_layer." * len(list(_wrappers(module)))
+            own = {id(each) for each in kernel.buffers()}
+            for each, buffer in module.named_buffers():
+                if id(buffer) not in own:
+                    raise CheckpointError(
+                        f"{plain}: found the buffer {each} of an adapter, expected adapters of "
+                        "parameters alone, such as LoRA; leave these apart from their base"
+                    )
+            depth = "base_layer." * len(list(wrappers(module)))
             sources = {
                 each: source_of(f"{name}.{each}", f"{plain}.{each.removeprefix(depth)}")
                 for each, _ in module.named_parameters()
             }
-            layer = MergedLayer(module, kernel, sources)
+            layer = MergedLayer(name, module, kernel, sources)
             for each, _ in kernel.named_parameters():
                 merged[f"{plain}.{each}"] = layer, each
         elif isinstance(module, ModulesToSaveWrapper):

@@ -296,13 +296,16 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     return _read_json(file)
 
 
-def with_adapters(model: Any, config: PeftConfig, where: object) -> Any:
+def with_adapters(
+    model: Any, config: PeftConfig, where: object, adapter_name: str = "default"
+) -> Any:
     """Put adapters without memory on a model.
 
     Args:
         model: the model. Its layers are replaced by those of peft.
         config: which layers get adapters.
         where: whose patterns of names these are, for errors.
+        adapter_name: what peft calls them.
 
     Raises:
         CheckpointError: its patterns take for ever.
@@ -312,7 +315,7 @@ def with_adapters(model: Any, config: PeftConfig, where: object) -> Any:
 
     with limited(f"{where}: a pattern for names of layers"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a former name
-        return get_peft_model(model, config, low_cpu_mem_usage=True)
+        return get_peft_model(model, config, adapter_name, low_cpu_mem_usage=True)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

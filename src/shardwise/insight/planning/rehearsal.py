@@ -12,6 +12,7 @@ import functools
 import random
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
-from shardwise.base.observe import Memory, observing
+from shardwise.base.observe import Activity, Memory, observing
 from shardwise.base.places import folder_of_place
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
@@ -43,15 +44,15 @@ from shardwise.insight.planning.settings import (
 )
 from shardwise.insight.planning.wires import TorchCollectives, simulated
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
+from shardwise.insight.step import TrainingStep
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
-from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
+from shardwise.optim.step_in_backward import in_backward
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.state import groups_of
-from shardwise.sharding.stepping import Steppable
 from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.transport import ShmTransport
@@ -111,7 +112,6 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             shard_model(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
             optimizer = _Optimizer(settings, model)
-        stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             count = settings.accumulate
@@ -122,14 +122,12 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             stack.enter_context(observed(model, TorchCollectives(backend)))
-            if settings.stepping is Stepping.IN_BACKWARD:
-                for each in groups_of(model):
-                    each.stepper = stepper
+            step = _step(recorder, settings, model, optimizer)
             elsewhere = _offloaded_parameters(settings, model)
             for number in range(_most_steps(model)):
                 _label(recorder, model, optimizer, batches, elsewhere)
                 before = recorder.record()
-                _step(recorder, settings, model, optimizer, batches)
+                _take(recorder, step, batches)
                 if number > 0 and recorder.nbytes == before:
                     break
             events = recorder.finish()
@@ -223,13 +221,16 @@ class _Optimizer:
     What torch names works on the local shards as such: the same operations as on ``DTensor``s,
     without the seconds that these take to find out placements. A function of the user gets the
     parameters as they are, and so do our own optimizers: their states depend on placements, and
-    ranks may share their work.
+    ranks may share their work. What steps in backward gets them as well: :func:`.in_backward`
+    looks for them in the model.
     """
 
     def __init__(self, settings: Settings, model: nn.Module) -> None:
+        self._model = model
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         self._shards: list[tuple[nn.Parameter, nn.Parameter]] = []
-        if settings.optimizer in _OPTIMIZERS:
+        early = settings.stepping is Stepping.IN_BACKWARD
+        if settings.optimizer in _OPTIMIZERS and not early:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             trained = [shard for _, shard in self._shards]
         self.inner = make_optimizer(settings, model, trained)
@@ -240,6 +241,13 @@ class _Optimizer:
             self.inner = OffloadedOptimizer(
                 self.inner, Masters(_DTYPES[settings.master_dtype]), lambda _: store
             )
+        self._stepping = self.inner
+        if early and self.inner is None:
+            expected = "after-backward, or an optimizer and trained parameters"
+            raise SettingsError("stepping", "in-backward without an optimizer", expected)
+        if early:
+            made: Any = self.inner
+            self._stepping = in_backward(model, lambda _: made, max_norm=settings.max_norm)
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
         if (diloco := settings.diloco) is not None and trained:
@@ -255,10 +263,21 @@ class _Optimizer:
         for parameter, shard in self._shards:
             grad = parameter.grad
             shard.grad = None if grad is None else dtensor.plain(grad)
-        if self.inner is not None:
-            self.inner.step()
+        if self._stepping is not None:
+            self._stepping.step()
         for _, shard in self._shards:
             shard.grad = None
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the model."""
+        if self._stepping is not None:
+            self._stepping.zero_grad()
+        self._model.zero_grad()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm that backward has computed, if groups step there."""
+        return getattr(self._stepping, "grad_norm", None)
 
     def states(self) -> list[torch.Tensor]:
         """The local tensors of all states, those of DiLoCo among them."""
@@ -271,42 +290,6 @@ class _Optimizer:
     def offloaded(self) -> int:
         """Bytes of states that are kept elsewhere."""
         return self.inner.nbytes_kept if isinstance(self.inner, OffloadedOptimizer) else 0
-
-
-class _GroupSteps:
-    """What steps in backward; see :class:`~shardwise.sharding.stepping.Stepper`.
-
-    Gradients are scaled by the norm of the step before, as trainings do it.
-    """
-
-    def __init__(self, optimizer: _Optimizer, clip_grad: float) -> None:
-        self._optimizer = optimizer
-        self._clip_grad = clip_grad
-        self._parts = NormParts()
-
-    def check(self) -> None:
-        """Do nothing: no backward is interrupted here."""
-
-    def check_whole(self) -> None:
-        """Do nothing: no backward is interrupted here."""
-
-    def step(self, name: str, forms: Sequence[Steppable]) -> None:
-        """Update the shards of a group, and drop their gradients."""
-        params = [form.parameter for form in forms]
-        if self._clip_grad:
-            self._parts.add(params)
-            scale_grads(params, 1.0, self._clip_grad)
-        self._optimizer.step()
-        for param in params:
-            param.grad = None
-
-    def finish(self) -> None:
-        """Compute the norm that clips the next step."""
-        if self._clip_grad:
-            self._parts.total()
-
-    def interrupt(self) -> None:
-        """Do nothing."""
 
 
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -399,36 +382,46 @@ def _checked(loss: object) -> torch.Tensor:
 
 
 def _step(
-    recorder: RehearsalRecorder,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: _Optimizer,
-    batches: Sequence[Any],
-) -> None:
-    """Take one optimizer step, as the loop of trainings does."""
-    sharded: Any = model
-    for micro, batch in enumerate(batches):
-        if len(batches) > 1:
-            sharded.set_requires_gradient_sync(micro == len(batches) - 1)
-        with loss_parallel() if TENSOR in settings.world.names else contextlib.nullcontext():
-            recorder.enter(StepPhase.FORWARD)
-            with _explaining("forward", model):
-                loss = compute_loss(settings, model, batch)
-            recorder.enter(StepPhase.BACKWARD)
-            with _explaining("backward", model):
-                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-            del loss
-    for name, parameter in model.named_parameters():
+    recorder: RehearsalRecorder, settings: Settings, model: nn.Module, optimizer: _Optimizer
+) -> TrainingStep:
+    """The step of a training with these settings, which tells the recorder where it is."""
+
+    @contextlib.contextmanager
+    def around(activity: Activity) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if TENSOR in settings.world.names:
+                stack.enter_context(loss_parallel())
+            recorder.enter(_PHASES[activity])
+            stack.enter_context(_explaining(activity.value, model))
+            yield
+
+    after = settings.after_step
+    return TrainingStep(
+        model=model,
+        loss=functools.partial(compute_loss, settings),
+        optimizer=optimizer,
+        gathers=settings.gathers,
+        stepping=settings.stepping,
+        max_norm=settings.max_norm,
+        after=lambda: None if after is None else after(model),
+        around=around,
+    )
+
+
+_PHASES = {Activity.FORWARD: StepPhase.FORWARD, Activity.BACKWARD: StepPhase.BACKWARD}
+
+
+def _take(recorder: RehearsalRecorder, step: TrainingStep, batches: Sequence[Any]) -> None:
+    """Take one optimizer step."""
+    count = len(batches)
+    deque(step.backward(batches, count, count), maxlen=0)  # which keeps no loss
+    for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             recorder.label(dtensor.plain(parameter.grad), Memory.GRADIENTS, name)
     recorder.enter(StepPhase.OPTIMIZER)
-    if settings.stepping is Stepping.IN_BACKWARD:
-        return
-    if settings.clip_grad:
-        clip_grad_norm_(list(model.parameters()), settings.clip_grad)
+    step.norm()
     with _explaining("a step of the optimizer"):
-        optimizer.step()
-    model.zero_grad()
+        step.update()
 
 
 def _most_steps(model: nn.Module) -> int:

@@ -32,13 +32,17 @@ from shardwise.insight.schema.option import (
     TRAINING,
     Bounds,
     Config,
-    NotNegative,
     OptionError,
     as_json,
     require,
     setting,
 )
-from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
+from shardwise.insight.schema.sharding import (
+    Gathers,
+    PrecisionName,
+    StepConfig,
+    StrategyConfig,
+)
 from shardwise.insight.schema.training import DilocoConfig
 
 MOST_RANKS = 100_000  # of a mesh to plan for
@@ -114,7 +118,8 @@ class PlannedStep(StepConfig):
         image_size: height and width of an image; ``None``: as the model's configuration says.
         optimizer: ``"adamw"`` or another name that ``shardwise plan --help`` lists, or a function
             from parameters to an optimizer.
-        clip_grad: the largest norm of the gradients; 0: no clipping.
+        clip_grad: the largest norm of the gradients; 0: no clipping; ``math.inf``: none either, but
+            the norm is computed, as in trainings of ``shardwise train``.
         batch: makes a microbatch of n samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
@@ -136,7 +141,11 @@ class PlannedStep(StepConfig):
         TRAINING,
         metavar="NAME",
     )
-    clip_grad: NotNegative = setting(1.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
+    clip_grad: Annotated[float, Bounds(least=0, most=math.inf)] = setting(
+        1.0,
+        "Maximum gradient norm; 0: no clipping; inf: the norm is computed alone.",
+        TRAINING,
+    )
     batch: str | Callable[[int], Any] | None = setting(
         None,
         "package.module:name of a function from a number of samples to a batch, for models "
@@ -230,6 +239,8 @@ class Settings(StrategyConfig, PlannedStep):
         ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
         products: dtype of matrix products.
         diloco: how replicas that train apart exchange parameters.
+        gathers: how often parameters that stay in memory after forward are gathered.
+        after_step: called with the model after each step; ``None``: nothing is.
     """
 
     mesh: WantedMesh
@@ -239,6 +250,8 @@ class Settings(StrategyConfig, PlannedStep):
     ranks_per_host: int | None = None
     products: Products = Products.AS_STORED
     diloco: DilocoConfig | None = None
+    gathers: Gathers = Gathers.EVERY_MICROBATCH
+    after_step: Callable[[Any], None] | None = None
 
     @classmethod
     def of(cls, *configs: Config, **own: Any) -> Settings:
@@ -324,6 +337,11 @@ class Settings(StrategyConfig, PlannedStep):
             raise SettingsError("reshard_after_forward", error.found, error.expected) from None
 
     @property
+    def max_norm(self) -> float | None:
+        """The largest norm of gradients; ``None``: no norm is computed."""
+        return self.clip_grad or None
+
+    @property
     def world(self) -> WantedMesh:
         """The mesh of all ranks: that of :attr:`sharding`, and tensor parallelism innermost."""
         plan = self.sharding
@@ -343,9 +361,12 @@ class Settings(StrategyConfig, PlannedStep):
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values; functions by their names."""
-        values = as_json(replace(self, batch=None, step=None, optimizer="none"))
-        for name in ("batch", "step", "compile", "diloco"):
+        values = as_json(
+            replace(self, batch=None, step=None, after_step=None, optimizer="none", clip_grad=0.0)
+        )
+        for name in ("batch", "step", "after_step", "compile", "diloco"):
             del values[name]
+        values["clip_grad"] = None if math.isinf(self.clip_grad) else self.clip_grad
         values["wire"] = values.pop("collective_wire")
         sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
         compiled, optimizer = "blocks" if self.compile else "nothing", name_of(self.optimizer)

@@ -55,6 +55,13 @@ class Stepping(enum.Enum):
     IN_BACKWARD = "in-backward"  # each group, as soon as its gradients are reduced
 
 
+class Gathers(enum.Enum):
+    """How often parameters that stay in memory between forward and backward are gathered."""
+
+    EVERY_MICROBATCH = "every microbatch"
+    EVERY_STEP = "every step"
+
+
 def parse_wires(text: str) -> Wires:
     """Read what the command line says: ``int8``, or parts separated by commas.
 

@@ -436,6 +436,11 @@ class TrainConfig(StepConfig):
     diloco: DilocoConfig | None = None
     output: OutputConfig
 
+    @property
+    def max_norm(self) -> float:
+        """The largest norm of gradients; infinite if none is clipped: it is shown all the same."""
+        return self.optimizer.clip_grad or math.inf
+
     def examples_per_step(self, world_size: int) -> int:
         """Examples of one step, over all ranks."""
         return self.batch_size * self.accumulate * world_size

@@ -39,9 +39,9 @@ from shardwise.insight.planning.presets import llama_settings
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import PrecisionName, TransportName
+from shardwise.insight.step import TrainingStep
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recording import PATIENCE, Recording
-from shardwise.optim.norms import clip_grad_norm_
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))
@@ -192,12 +192,18 @@ def _stepper(training: SmallTraining, device: torch.device) -> Callable[[], None
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(_VOCABULARY, (1, training.tokens), device=device)
 
+    one = TrainingStep(
+        model=model,
+        loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
+        optimizer=optimizer,
+        max_norm=1.0,
+    )
+
     def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        list(one.backward([tokens], 1, 1))
         with observe.during(Activity.OPTIMIZER, "clipping"):
-            clip_grad_norm_(list(model.parameters()), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+            one.norm()
+        one.update()
 
     return step
 

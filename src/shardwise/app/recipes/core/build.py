@@ -41,6 +41,7 @@ from shardwise.insight.schema.training import (
     TrainConfig,
     rules_of,
 )
+from shardwise.optim.reductions import Reductions
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
@@ -259,8 +260,7 @@ def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
     """Return the task, whose groups step in backward if the configuration says so."""
     if config.stepping is Stepping.AFTER_BACKWARD:
         return task
-    limit = config.optimizer.clip_grad or math.inf
-    made = optim.in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
+    made = optim.in_backward(task.module, lambda _: task.optimizer, max_norm=config.max_norm)
     return dataclasses.replace(task, optimizer=made)
 
 
@@ -324,12 +324,13 @@ def average_running_statistics(model: nn.Module) -> None:
     ]
     if not mine or dist.get_world_size() == 1:
         return
-    flat = torch.cat([value.flatten() for value in mine])
-    with Peers().collective("the average of running statistics"):
-        dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
-        value.copy_(part)
+    ranks = Peers()
+    statistics = Reductions("running statistics")
+    for value in mine:
+        statistics.add(value, [ranks.group])
+    statistics.run()
+    for value in mine:
+        value /= ranks.size
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:

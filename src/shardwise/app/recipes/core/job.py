@@ -135,8 +135,8 @@ class TrainingJob:
             reporting,
         )
 
-        config = self._checked().config
-        blueprint, example = config.blueprint(), config.example()
+        inputs = self._checked()
+        config, blueprint, example = inputs.config, inputs.blueprint(), inputs.config.example()
         with reporting("--plan", "leave out --plan to train all the same"):
             plan = plan_training(blueprint, config.train, example, world)
             print(plan, flush=True)

@@ -31,12 +31,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise import clip_grad_norm_
 from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_line
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Task, TrainContext
+from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
@@ -44,8 +43,8 @@ from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS, launched_here
-from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
+from shardwise.insight.step import TrainingStep
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
@@ -103,6 +102,15 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._per_step = self.config.examples_per_step(self.place.readers.size)
+        self._one = TrainingStep(
+            model=self.task.module,
+            loss=self.task.loss,
+            optimizer=self.task.optimizer,
+            gathers=self.task.gathers,
+            stepping=self.config.stepping,
+            max_norm=self.config.max_norm,
+            after=self.task.after_step,
+        )
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._updating = 0.0  # seconds of the last step behind its exchange
         self._loading = 0.0  # seconds of this step in which batches were waited for
@@ -176,7 +184,8 @@ class Loop:
         lr = task.schedule(position)
         set_lr(task.optimizer, lr, self.config.optimizer.lr)
         loss = self._accumulate(before)
-        total = self._clip()
+        total = self._one.norm()
+        assert total is not None
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         seconds = self._updating + time.perf_counter() - began
         own = (seconds, observe.waited() - waited, self._loading)
@@ -186,9 +195,7 @@ class Loop:
             raise DivergedError(self._divergence(position.step, mean, norm))
         if task.replicas is not None:
             task.replicas.count(self.config.accumulate * self.config.batch_size)
-        task.optimizer.step()
-        task.optimizer.zero_grad()
-        task.after_step()
+        self._one.update()
         self._updating = time.perf_counter() - exchanged
         asked = frozenset(rank for rank, signum in enumerate(noted) if signum > MOVE_ON)
         stop = max(noted, default=0)  # MOVE_ON is less than any signal
@@ -207,35 +214,15 @@ class Loop:
     def _accumulate(self, position: Position) -> torch.Tensor:
         """Run forward and backward over this rank's microbatches; return the mean loss."""
         task, count = self.task, self.config.accumulate
-        total = torch.zeros((), dtype=torch.float32, device=self.place.device)
         batches: Iterable[Any] = (self._batch(position, micro) for micro in range(count))
         divisor: float = count
         if task.targets is not None:
             batches = list(batches)  # counted before the first backward
             divisor = self._mean_targets(sum(map(task.targets, batches)))
-        for micro, batch in enumerate(batches):
-            last = micro == count - 1
-            if task.gathers is Gathers.EVERY_MICROBATCH:
-                task.model.set_requires_gradient_sync(last)
-            loss = task.loss(task.module, batch)
-            if task.gathers is Gathers.EVERY_STEP:
-                # After forward, which takes what the backward before has left in memory.
-                task.model.set_requires_gradient_sync(last)
-                task.model.set_reshard_after_backward(last)
-                task.model.set_is_last_backward(last)
-            (loss / divisor).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().float() / divisor
+        total = torch.zeros((), dtype=torch.float32, device=self.place.device)
+        for loss in self._one.backward(batches, count, divisor):
+            total += loss.float() / divisor
         return total
-
-    def _clip(self) -> torch.Tensor:
-        """Clip the gradients of the step, unless backward did; return their norm."""
-        if self.config.stepping is Stepping.IN_BACKWARD:
-            in_backward: Any = self.task.optimizer
-            assert in_backward.grad_norm is not None
-            norm: torch.Tensor = in_backward.grad_norm
-            return norm
-        limit = self.config.optimizer.clip_grad or math.inf
-        return clip_grad_norm_(list(self.task.module.parameters()), limit)
 
     def _batch(self, position: Position, micro: int) -> Any:
         """Return this rank's part of a microbatch of the step from a position on."""

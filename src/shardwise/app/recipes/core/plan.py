@@ -45,7 +45,7 @@ from shardwise.insight.planning.settings import (
 )
 from shardwise.insight.planning.text import needs, verdict
 from shardwise.insight.schema.option import OPTION
-from shardwise.insight.schema.sharding import StrategyConfig, resolve_sharding
+from shardwise.insight.schema.sharding import Gathers, StrategyConfig, resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
     OptimizerConfig,
@@ -81,7 +81,10 @@ def plan_training(
     free = devices.free_memory(device)
     if device.type == devices.CPU.type:
         free //= world.local_size
-    if example.keeps(blueprint.model, free):
+    frees = bool(settings.sharding.reshard_after_forward)
+    gathers = example.gathers(blueprint.model, frees, free)
+    settings = replace(settings, gathers=gathers)
+    if frees and gathers is Gathers.EVERY_STEP:
         settings = replace(settings, reshard_after_forward=False)
     available = None
     if machine is None and device.type != devices.CPU.type:
@@ -126,10 +129,11 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         seq_length=example.seq_length,
         param_dtype=sharding.compute_dtype,
         optimizer=optimizer,
-        clip_grad=config.optimizer.clip_grad,
+        clip_grad=config.max_norm,
         ranks_per_host=world.local_size,
         batch=example.batch,
         step=example.loss,
+        after_step=example.after_step,
     )
 
 

@@ -10,7 +10,6 @@ The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -29,7 +28,7 @@ from shardwise.insight.schema.option import (
     flatten,
     option_names,
 )
-from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.sharding import Gathers, resolve_sharding
 from shardwise.insight.schema.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -125,9 +124,13 @@ class RecipeConfig(Config):
         assemble: Assemble = self._module().assemble
         return assemble
 
-    def blueprint(self) -> Blueprint:
-        """Return the model, without memory, and how it would be sharded."""
-        blueprint: Blueprint = self._module().blueprint(self)
+    def blueprint(self, **of_data: Any) -> Blueprint:
+        """Return the model, without memory, and how it would be sharded.
+
+        Args:
+            of_data: what it has from the data, as ``classes``; by default what is usual.
+        """
+        blueprint: Blueprint = self._module().blueprint(self, **of_data)
         return blueprint
 
     def example(self) -> Example:
@@ -158,6 +161,10 @@ class Inputs:
     def span(self) -> TrainingSpan:
         """How long the training is."""
         raise NotImplementedError
+
+    def blueprint(self) -> Blueprint:
+        """Return the model, without memory, as it is trained on these data."""
+        return self.config.blueprint()
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
@@ -213,14 +220,17 @@ class Example:
         batch: makes a batch of n examples, without values that matter.
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
-        keeps: whether full parameters of a model stay in memory between forward and backward
-            whatever the strategy says, where each rank has that many bytes free.
+        gathers: says how often parameters that stay in memory after forward are gathered, from the
+            model, whether the strategy frees them there, and how many bytes each rank has free.
+            Those that are gathered once in a step stay whatever the strategy says.
+        after_step: what is called with the model after each step.
     """
 
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
-    keeps: Callable[[nn.Module, int], bool] = lambda model, free: False
+    gathers: Callable[[nn.Module, bool, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
+    after_step: Callable[[nn.Module], None] = lambda model: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,13 +270,6 @@ class Data(Protocol):
 
 def nothing() -> None:
     """Do nothing, as most recipes after a step and at the end of training."""
-
-
-class Gathers(enum.Enum):
-    """How often parameters that stay in memory between forward and backward are gathered."""
-
-    EVERY_MICROBATCH = "every microbatch"
-    EVERY_STEP = "every step"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,12 +53,13 @@ class Adapters:
         self._config = config
         self._base = config.pretrained
         self._settings = parse_lora(config.lora)
-        targets = self._settings.targets
+        modules, parameters = _targets(model, self._settings.targets)
         lora = LoraConfig(
             r=self._settings.r,
             lora_alpha=self._settings.alpha,  # type: ignore[arg-type]  # peft takes any number
             lora_dropout=self._settings.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
+            target_modules=modules,
+            target_parameters=parameters,
             fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
             task_type=TaskType.CAUSAL_LM,
         )
@@ -126,3 +127,26 @@ class Adapters:
     def _merge(self, adapters: Path, merged: Path) -> None:
         delete(merged)
         merge_lora(adapters, merged, self._base)
+
+
+def _targets(
+    model: PreTrainedModel, targets: str | tuple[str, ...]
+) -> tuple[str | list[str], list[str] | None]:
+    """Tell names of layers from names of single parameters, such as the fused experts of a layer.
+
+    Returns:
+        What peft calls target modules, and target parameters.
+    """
+    if isinstance(targets, str):
+        return targets, None
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    single = [f".{name}" for name, _ in model.named_parameters()]
+
+    def names_one(target: str) -> bool:
+        end = f".{target}"
+        return any(name.endswith(end) for name in single) and not any(
+            name.endswith(end) for name in layers
+        )
+
+    parameters = [target for target in targets if names_one(target)]
+    return [target for target in targets if target not in parameters], parameters or None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Self, TypeAlias, TypeVar
 
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import TrainingSpan
@@ -35,6 +35,9 @@ from shardwise.insight.schema.option import (
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
+if TYPE_CHECKING:
+    from shardwise.insight.blueprint import Blueprint
+
 # --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
 
@@ -52,6 +55,11 @@ class VisionConfig(RecipeConfig):
         None, "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
     )
     data_dir: Path | None
+
+    def blueprint_for(self, classes: int) -> Blueprint:
+        """Return the same as :meth:`blueprint`, of a model that tells this many classes apart."""
+        del classes
+        return self.blueprint()
 
 
 C = TypeVar("C", bound=VisionConfig, covariant=True)
@@ -82,6 +90,10 @@ class VisionInputs(Inputs, Generic[C]):
     def classes(self) -> list[str]:
         """Names of the classes."""
         return [*self.images[0].classes] if self.images else [*map(str, range(FAKE_CLASSES))]
+
+    def blueprint(self) -> Blueprint:
+        """Return the model, without memory, as it is trained on these images."""
+        return self.config.blueprint_for(len(self.classes))
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
@@ -180,6 +192,10 @@ class ImageFolderConfig(VisionConfig):
         super().check_dry_run(world)
         self.settings()
         check_extras(["transformers"])
+
+    def blueprint_for(self, classes: int) -> Blueprint:
+        """Return the model, without memory, for this many classes."""
+        return self.blueprint(classes=classes)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the model, as in a ``config.json``.

@@ -368,7 +368,7 @@ def example_of(channels: int, size: int) -> Example:
     def batch(count: int) -> Batch:
         return Batch(torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long))
 
-    return Example(batch=batch, loss=classification_loss)
+    return Example(batch=batch, loss=classification_loss, after_step=average_running_statistics)
 
 
 @dataclass(frozen=True)
