@@ -218,6 +218,11 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         return []
 
 
+def memory_of(tensor: torch.Tensor) -> list[int]:
+    """Return numbers that identify the storages of a tensor; see :func:`storages_of`."""
+    return [int(each._cdata) for each in storages_of(tensor)]
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return a number that identifies the storage of a tensor among all that exist.
 

@@ -14,7 +14,9 @@ and modules under the names that they have in ``model``:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +36,11 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor, fsdp
+from shardwise._torch.module import joined, visits
+from shardwise._torch.unread import Unread
 from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.summon import is_first
@@ -64,6 +69,7 @@ class WrapperModule(nn.Module, HasStateDictKinds):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.add_module(WRAPPED, module)
+        self._loading: list[RemovableHandle] = []
         self._settings_of_state_dicts = state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_enter_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_leave_names)  # type: ignore[no-untyped-call]
@@ -242,8 +248,10 @@ class WrapperModule(nn.Module, HasStateDictKinds):
         state: dict[str, Any] = wrapped.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
-        own = self._own_state_names()
-        keys = [key for key in state if key not in known and key[len(prefix) :] in own]
+        inside = self._names_inside()  # hooks may have made tensors that no module has
+        keys = [
+            key for key in state if key not in known and not key[len(prefix) :].startswith(inside)
+        ]
         dtypes = self._buffer_dtypes or {}
         settings = self._settings_of_state_dicts
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
@@ -265,36 +273,67 @@ class WrapperModule(nn.Module, HasStateDictKinds):
                 del state[key]
         return state
 
-    def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Shard values that are about to be loaded as this unit's parameters are sharded.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of the type that is set, by the names of the wrapped model.
 
         Args:
-            state_dict: the state to be loaded; its values are replaced by this rank's shards.
-            prefix: the prefix of this module's names.
-            errors: receives messages about values that do not fit.
+            state_dict: the state.
+            strict: whether the names must be exactly the model's.
+            assign: replace parameters, in place of writing to them.
+
+        Returns:
+            The missing and the unexpected names, as of any module.
         """
-        for name, param in self._own_params().items():
-            key = f"{prefix}{name}"
-            if key not in state_dict or param.form.summoned is not None:
-                continue
-            try:
-                value = _convert_loaded(key, state_dict[key], param, self._settings_of_state_dicts)
-            except ValueError as error:
-                errors.append(str(error))
-                value = param.sharded  # load_state_dict raises in the end
-            state_dict[key] = value
+        state = OrderedDict(state_dict)
+        versions = getattr(state_dict, "_metadata", {})
+        # Torch looks for them under names with the parts of wrappers.
+        state._metadata = {  # type: ignore[attr-defined]
+            **versions,
+            **{each.path: versions[each.key] for each in visits(self) if each.key in versions},
+        }
+        return super().load_state_dict(state, strict, assign)
+
+    def _names_inside(self) -> tuple[str, ...]:
+        """What names begin with that belong to an inner wrapper."""
+        return tuple(
+            joined(fsdp.without_checkpoint_prefix(name), "")
+            for name, module in self.get_wrapped().named_modules()
+            if isinstance(module, WrapperModule)
+        )
+
+    def _begin_load(self) -> None:
+        """Shard what is about to be loaded as this unit's parameters are sharded.
+
+        That is when it arrives at the module that holds the parameter: hooks see full tensors.
+        """
+        self._end_load()  # of one that has raised
+        own = {module for _, module in self.own_modules()}
+        found: dict[nn.Module, dict[str, GroupParam]] = {}
+        for group in groups_of(self.module):
+            for param in group.params:
+                for owner in param.owners:
+                    if owner.module in own:
+                        found.setdefault(owner.module, {})[owner.name] = param
+        self._loading = [
+            module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                functools.partial(_shard_loaded, params, self._settings_of_state_dicts)
+            )
+            for module, params in found.items()
+        ]
+
+    def _end_load(self) -> None:
+        while self._loading:
+            self._loading.pop().remove()
 
     def _own_params(self) -> dict[str, GroupParam]:
-        names = self._own_state_names()
-        return {name: param for name, param in sharded_params(self.module).items() if name in names}
-
-    def _own_state_names(self) -> set[str]:
-        """The names of parameters, buffers and extra state that belong to no inner wrapper."""
-        names: set[str] = set()
-        for prefix, module in self.own_modules():
-            parts = [f"{prefix}.{name}" if prefix else name for name in _own_entries(module)]
-            names.update(parts)
-        return names
+        names = self._names_inside()
+        return {
+            name: param
+            for name, param in sharded_params(self.module).items()
+            if not name.startswith(names)
+        }
 
 
 @contextmanager
@@ -323,12 +362,6 @@ def wrappers_in(module: nn.Module) -> list[WrapperModule]:
     return found
 
 
-def _own_entries(module: nn.Module) -> Iterable[str]:
-    yield from (name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
-    yield from (name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
-    yield "_extra_state"
-
-
 def exported(
     value: Any, kind: StateDictType, config: StateDictConfig | OptimStateDictConfig
 ) -> Any:
@@ -351,6 +384,30 @@ def exported(
         return dtensor.wrap_local(local, dtensor.spec_of(value))
     value = dtensor.plain(value)
     return value.detach().to("cpu", copy=True) if config.offload_to_cpu else value.detach()
+
+
+def _shard_loaded(
+    params: Mapping[str, GroupParam],
+    settings: StateDictSettings,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *others: Any,
+) -> None:
+    """Shard the values of a module's parameters; a hook."""
+    del module
+    for name, param in params.items():
+        key = f"{prefix}{name}"
+        if not isinstance(state_dict.get(key), torch.Tensor) or param.form.summoned is not None:
+            continue
+        if isinstance(state_dict[key], Unread):  # which shards itself
+            continue
+        fqn = key.replace(f"{WRAPPED}.", "")
+        try:
+            state_dict[key] = _convert_loaded(fqn, state_dict[key], param, settings)
+        except ValueError as error:
+            others[-1].append(str(error))
+            state_dict[key] = param.sharded  # load_state_dict raises in the end
 
 
 def _convert_loaded(
@@ -483,13 +540,15 @@ def _enter_names(
     module: WrapperModule, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
     """Give values that are about to be loaded their names inside the wrapper."""
-    module._before_load(state_dict, prefix, errors=others[-1])
+    del others
+    module._begin_load()
     for key in list(state_dict):
         if key.startswith(prefix):
             state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-def _leave_names(module: nn.Module, incompatible: Any) -> None:
+def _leave_names(module: WrapperModule, incompatible: Any) -> None:
     """Report missing and unexpected keys under their names outside the wrapper."""
+    module._end_load()
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(f"{WRAPPED}.", "") for key in keys]

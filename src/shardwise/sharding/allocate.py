@@ -68,6 +68,48 @@ def allocate(model: nn.Module, names: Collection[str]) -> bool:
     return bool(forms or made)
 
 
+class MetaMemory:
+    """Memory for tensors of a model on the meta device, one by one, as they get their values.
+
+    Args:
+        model: the model, after all ``fully_shard`` calls, or not sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states = list(states_of(model))
+        self._device = compute_device(self._states)
+        self._sharded: dict[tuple[nn.Module, str], ShardedParam] = {}
+        self._plain: dict[torch.Tensor, list[tuple[nn.Module, list[str], list[str]]]] = {}
+        for visit in meta_tensors(model, self._states):
+            module = visit.module
+            self._sharded.update({(module, name): form for name, form in visit.sharded.items()})
+            for name in visit.plain:
+                owner = fsdp.ParamOwner(module, name)
+                self._plain.setdefault(owner.registered, []).append((module, [name], []))
+            for name in visit.buffers:
+                held = cast(torch.Tensor, fsdp.buffers_of(module)[name])
+                self._plain.setdefault(held, []).append((module, [], [name]))
+
+    def give(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        """Give a tensor memory, which the caller fills at once, under all its names.
+
+        Args:
+            module: a module that has it.
+            name: its name there.
+            tensor: the tensor.
+        """
+        form = self._sharded.get((module, name))
+        if form is not None and form.local.is_meta:
+            form.allocate(self._device)
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for owner, params, buffers in self._plain.pop(tensor, ()):
+            replace_plain(owner, params, buffers, made, self._device)
+
+    def end(self) -> None:
+        """Let all groups adopt the shards that were made."""
+        refresh(self._states)
+
+
 def compute_device(states: list[FSDPState]) -> torch.device:
     """The device on which the shards compute, or torch's default without any."""
     return states[0].device if states else torch.get_default_device()

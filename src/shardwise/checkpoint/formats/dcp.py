@@ -119,6 +119,8 @@ class DcpSource(ExtentSource):
         CheckpointError: there is no checkpoint, or its metadata is damaged or hostile.
     """
 
+    versions = None
+
     def __init__(self, where: Path) -> None:
         super().__init__(where)
         self._current: StatePath | None = None

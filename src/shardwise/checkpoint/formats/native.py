@@ -44,6 +44,7 @@ class ShardwiseSource(Source):
         self.about = _about(self.manifest)
         self.tied = self.manifest.facts.tied
         self.config = self.manifest.facts.config
+        self.versions = None
         self.values = {value.path: value.value for value in self.manifest.values}
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:

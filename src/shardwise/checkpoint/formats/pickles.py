@@ -63,6 +63,16 @@ class PickledObject:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
+class AttributedDict(dict[Any, Any]):
+    """An ``OrderedDict``, which may have attributes.
+
+    Attributes:
+        attributes: these, by name, if they were pickled as that.
+    """
+
+    attributes: Any = None
+
+
 def object_constructor(name: str, kind: Any) -> Constructor:
     """A constructor that makes a :class:`PickledObject` from any arguments."""
     return Constructor(name, lambda args: PickledObject(kind, args))
@@ -272,7 +282,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         into = self.stack[-1]
-        if type(into) is not dict:
+        if type(into) not in (dict, AttributedDict):
             self.refuse("sets items of", into)
         if len(items) % 2:
             raise PickleError("a key in it has no value")
@@ -340,8 +350,10 @@ class _Machine:
             raise PickleError(f"it calls {maker.name} with wrong arguments ({reason})") from None
 
     def build(self) -> None:
-        """Give an object its state. A dict ignores it: the attributes of an ``OrderedDict``."""
+        """Give an object its state. Of dicts, only :class:`AttributedDict` takes it."""
         state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, AttributedDict):
+            made.attributes = state
         if isinstance(made, dict):
             return
         if type(made) is not PickledObject or made.state is not None:

@@ -25,6 +25,7 @@ from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, tor
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
+from shardwise.checkpoint.disk.values import unflatten
 from shardwise.optim.part import row_major
 
 MIB = 1 << 20
@@ -61,6 +62,8 @@ class Source(Closing, abc.ABC):
         tied: for each tied tensor of the model, the name of the tensor that it is tied to, if the
             format records it.
         config: the model's ``config.json``, if the format records it; else empty.
+        versions: the version of the state dict of each of the model's modules, by the name that it
+            had; ``None`` if the checkpoint is of the classes as they are.
     """
 
     where: Path
@@ -70,6 +73,7 @@ class Source(Closing, abc.ABC):
     placements: Mapping[StatePath, str] = MappingProxyType({})
     tied: Mapping[str, str] = MappingProxyType({})
     config: Mapping[str, Any] = MappingProxyType({})
+    versions: Mapping[str, int] | None = MappingProxyType({})
 
     @abc.abstractmethod
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
@@ -201,6 +205,27 @@ def model_tensors(source: Source) -> dict[str, StatePath]:
         sections = ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"
         raise CheckpointError(f"{source.where}: contains no model, only {sections}")
     return found
+
+
+def extra_states(source: Source) -> dict[str, Any]:
+    """The extra states of modules in a source, by name, if they are not single tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    found: list[tuple[StatePath, Any]] = []
+    for path in (*source.tensors, *source.values):
+        if path[0] == "model" and (length := _extra_state(path)):
+            value = source.values[path] if path in source.values else source.full(path)
+            if path in source.values or length < len(path):
+                found.append(((dotted(path[1:length]), *path[length:]), value))
+    return unflatten(found, str(source.where))
+
+
+def _extra_state(path: StatePath) -> int:
+    """How much of a path leads to the extra state of a module; 0 if it does not."""
+    ends = (i + 1 for i, key in enumerate(path) if str(key).rpartition(".")[2] == "_extra_state")
+    return next(ends, 0)
 
 
 _OPEN_FILES = 64

@@ -39,9 +39,15 @@ from shardwise.checkpoint.disk.strict import (
     check_shape,
     refuse,
 )
-from shardwise.checkpoint.disk.values import held_in, replaced_in
+from shardwise.checkpoint.disk.values import held_in, leaves, replaced_in
 from shardwise.checkpoint.formats.archive import Archive, Record, write_checksums
-from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
+from shardwise.checkpoint.formats.pickles import (
+    AttributedDict,
+    Constructor,
+    PickleError,
+    load,
+    object_constructor,
+)
 from shardwise.checkpoint.formats.source import Extent, ExtentSource
 
 _PICKLE = "data.pkl"
@@ -357,7 +363,7 @@ def _no_object(args: tuple[Any, ...]) -> Any:
 _PLAIN: Mapping[tuple[str, str], Constructor] = {
     key: Constructor(key[0], make)
     for key, make in {
-        ("OrderedDict", "collections"): _dict,
+        ("OrderedDict", "collections"): lambda args: AttributedDict(_dict(args)),
         ("Counter", "collections"): _dict,
         ("Size", "torch"): size_of_tensor,
         ("device", "torch"): lambda args: torch.device(*args),
@@ -395,7 +401,8 @@ class TorchSource(ExtentSource):
         if not self._stored:
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
         self.tensors = {path: stored.info for path, stored in self._stored.items()}
-        self.values = {}
+        self.values = dict(_extra_states(("model",), model))
+        self.versions = _versions(model)
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
@@ -416,6 +423,26 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
         )
+
+
+def _extra_states(path: StatePath, tree: Mapping[Any, Any]) -> Iterator[tuple[StatePath, Any]]:
+    """The plain values in a state dict that belong to extra states of modules, by path."""
+    for key, item in tree.items():
+        if isinstance(key, str) and key.rpartition(".")[2] == "_extra_state":
+            for inner, value in leaves((*path, key), item):
+                if not any(isinstance(each, StoredTensor) for each in held_in(value)):
+                    yield inner, value
+
+
+def _versions(tree: Mapping[Any, Any]) -> dict[str, int]:
+    """The versions of modules that ``nn.Module.state_dict`` notes beside their state."""
+    attributes = tree.attributes if isinstance(tree, AttributedDict) else None
+    noted = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    return {
+        name: each["version"]
+        for name, each in (noted.items() if isinstance(noted, dict) else ())
+        if isinstance(name, str) and isinstance(each, dict) and type(each.get("version")) is int
+    }
 
 
 @dataclass(frozen=True)

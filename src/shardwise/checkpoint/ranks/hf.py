@@ -43,9 +43,9 @@ from shardwise.checkpoint.formats.hf import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.loading import own_part
+from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
+from shardwise.checkpoint.ranks.state import check_tensor, config_of
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
@@ -336,12 +336,13 @@ def named_tensors(model: nn.Module, secondary: Set[str] = frozenset()) -> dict[s
         ValueError: a tensor is on the meta device.
     """
     ties = ties_of(model)
-    return {
-        name: check_tensor(tensor, name)
-        for name, tensor in sharded_state_dict(model).items()
-        if isinstance(tensor, torch.Tensor)
-        and min(ties.get(name, [name]), key=secondary.__contains__) == name
-    }
+    found = tensors_of(model)
+
+    def is_first(name: str) -> bool:
+        names = [each for each in ties.get(name, [name]) if each in found]
+        return min(names, key=secondary.__contains__) == name
+
+    return {name: check_tensor(tensor, name) for name, tensor in found.items() if is_first(name)}
 
 
 def write_configs(folder: Path, model: nn.Module) -> None:

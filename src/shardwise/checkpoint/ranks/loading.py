@@ -5,46 +5,48 @@ manifest -> memory -> every rank reads its parts -> the model
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
-from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, torch_dtype
+from shardwise.checkpoint.disk.entries import (
+    Manifest,
+    StatePath,
+    TensorEntry,
+    dotted,
+    torch_dtype,
+)
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
-from shardwise.checkpoint.disk.values import leaves, unflatten
+from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     ReadWindow,
     Source,
+    extra_states,
     model_tensors,
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import (
-    check_same_names,
     check_tensor,
+    frozen,
     model_state,
-    sharded_state_dict,
-    sharded_state_dicts,
+    own_tensors,
 )
-from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.sharding.allocate import allocate
 
 
 def load(
@@ -122,109 +124,78 @@ def _load(
     """Load a checkpoint on this rank. No rank waits for another."""
     manifest = read_manifest(path)
     check_files(path, manifest)
-    saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
-    names = parameter_names(model, saved)
-    into = _model_tensors(saved)
-    check_same_model(str(path), manifest.section("model"), into, strict=strict)
-    if optimizer is not None:
-        find = destinations(optimizer, names)
-        found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
-        into |= {fqn: tensor for fqn, tensor in found if tensor is not None}
-    for entry in manifest.section("extra"):
-        into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    entries = [entry for entry in manifest.tensors if entry.fqn in into]
+    left_out = frozen(model) if ignore_frozen_params else ()
+    arrival = Arrival(model, str(path), strict=strict, left_out=left_out)
+    own = own_tensors(model)
+    for name in own.keys() - {*left_out}:
+        check_tensor(own[name], dotted(("model", name)))
     with PieceReader(path, manifest, buffer=buffer) as reader:
+        arrival.expect(_model_values(manifest, reader, arrival, str(path)))
+        into: dict[str, Tensor] = {}
+        if optimizer is not None:
+            find = destinations(optimizer, parameter_names(model, own))
+            found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
+            into = {fqn: tensor for fqn, tensor in found if tensor is not None}
+        for entry in manifest.section("extra"):
+            into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        entries = [entry for entry in manifest.tensors if entry.fqn in into]
+        arrival.load()
         for entry in sorted(entries, key=_place):
-            box, local = own_part(into[entry.fqn])
-            if box.numel:
-                read_box(reader, entry, box, local)
+            _read(reader, entry, into[entry.fqn])
     tree = unflatten(
         [
-            *((value.path, value.value) for value in manifest.values),
+            *((value.path, value.value) for value in manifest.values if value.path[0] != "model"),
             *((entry.path, into[entry.fqn]) for entry in entries),
         ],
         str(path),
     )
-    return install(tree, model, optimizer, saved, strict=strict and not ignore_frozen_params)
+    return install(tree, model, optimizer)
+
+
+def _model_values(
+    manifest: Manifest, reader: PieceReader, arrival: Arrival, where: str
+) -> dict[str, Any]:
+    """What a checkpoint has of a model, by name, with tensors that are read where they arrive."""
+    entries = manifest.section("model")
+    values = [(value.path, value.value) for value in manifest.values if value.path[0] == "model"]
+    tensors = [
+        (
+            entry.path,
+            arrival.unread(
+                entry.shape, torch_dtype(entry.dtype), functools.partial(_read, reader, entry)
+            ),
+        )
+        for entry in entries
+    ]
+    found: dict[str, Any] = unflatten([*tensors, *values], where).get("model", {})
+    return found
+
+
+def _read(reader: PieceReader, entry: TensorEntry, into: Tensor) -> None:
+    """Read this rank's part of a tensor."""
+    box, local = own_part(into)
+    if box.numel:
+        read_box(reader, entry, box, local)
 
 
 def install(
-    tree: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    saved: Mapping[str, Any],
-    *,
-    strict: bool,
+    tree: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Give a model and an optimizer the state that has been brought to where it belongs.
+    """Give an optimizer the state that has been brought to where it belongs.
 
     Args:
         tree: the state, as it was saved.
         model: the model.
         optimizer: an optimizer of its parameters.
-        saved: the model's state dict before.
-        strict: as for torch's ``set_model_state_dict``, which is called if the model does not hold
-            all that was brought: hooks have replaced values of its state dict.
 
     Returns:
         ``extra`` as it was saved.
     """
-    now = {**saved, **tree.get("model", {})}
-    if not _is_filled_in_place(model, now):
-        with sharded_state_dicts(model):
-            set_model_state_dict(model, now, options=StateDictOptions(strict=strict))
     if optimizer is not None:
-        names = parameter_names(model, saved)
+        names = parameter_names(model, own_tensors(model))
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
     extra: dict[str, Any] = tree.get("extra", {})
     return extra
-
-
-def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
-    """Whether the values of a state dict are the model's own tensors, and share their memory.
-
-    Then everything that was read is where it belongs. Hooks may have replaced values.
-    """
-
-    def place(tensor: Tensor) -> tuple[int, torch.Size]:
-        local = dtensor.plain(tensor)
-        return local.data_ptr(), local.shape
-
-    own = {place(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return all(isinstance(value, Tensor) and place(value) in own for value in saved.values())
-
-
-def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, by their names in a manifest."""
-    found = ((dotted(path), leaf) for path, leaf in leaves(("model",), saved))
-    return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
-
-
-def check_same_model(
-    where: str, saved: Iterable[TensorEntry], into: Mapping[str, Tensor], *, strict: bool = True
-) -> None:
-    """Check that what was saved, or is moved, is of this model.
-
-    Args:
-        where: the checkpoint, for error messages.
-        saved: the tensors of a model.
-        into: those of this one, by the names of entries.
-        strict: whether the names must be the same.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
-    entries = {entry.fqn: entry for entry in saved}
-    if strict:
-        check_same_names(
-            where, missing=into.keys() - entries.keys(), unexpected=entries.keys() - into.keys()
-        )
-    for name, tensor in into.items():
-        if name in entries and entries[name].shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{where}: {name}: found shape {list(entries[name].shape)}, expected "
-                f"{list(tensor.shape)}"
-            )
 
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
@@ -266,34 +237,32 @@ def load_weights(
 
 
 def _load_weights(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
-    state = tensors_of(model)
-    ties = ties_of(model)
-    window = ReadWindow(buffer)
-    with open_source(path) as source, torch.no_grad():
-        names = model_tensors(source)
-        found = {
-            name: next((n for n in [name, *ties.get(name, ())] if n in names), None)
-            for name in state
-        }
-        if strict:
-            used = {stored_as for stored_as in found.values() if stored_as is not None}
-            check_same_names(
-                str(source.where),
-                missing={name for name, stored_as in found.items() if stored_as is None},
-                unexpected=names.keys() - found.keys() - used,
-            )
-        if allocate(model, [name for name, stored_as in found.items() if stored_as is not None]):
-            state = tensors_of(model)
-        for name, stored_as in found.items():
-            if stored_as is not None:
-                read_part(state[name], name, source, window, names[stored_as])
+    with open_source(path) as source:
+        arrival = Arrival(model, str(source.where), strict=strict)
+        arrival.expect(_stored_values(source, arrival, ReadWindow(buffer)))
+        arrival.load(source.versions)
+
+
+def _stored_values(source: Source, arrival: Arrival, window: ReadWindow) -> dict[str, Any]:
+    """What a source has of a model, by name, with tensors that are read where they arrive."""
+    extra = extra_states(source) if arrival.has_extra_states else {}
+    tensors = {
+        name: arrival.unread(
+            source.tensors[path].shape,
+            torch_dtype(source.tensors[path].dtype),
+            functools.partial(read_part, name=name, source=source, window=window, path=path),
+        )
+        for name, path in model_tensors(source).items()
+        if not any(name.startswith(f"{each}.") for each in extra)
+    }
+    return tensors | extra
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state dict by name, with shards as ``DTensor``s."""
+    """The tensors that a model saves, by name, with shards as ``DTensor``s."""
     return {
         name: each
-        for name, each in sharded_state_dict(model).items()
+        for name, each in model_state(model, ignore_frozen_params=False).items()
         if isinstance(each, torch.Tensor)
     }
 

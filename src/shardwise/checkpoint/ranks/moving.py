@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import autograd
+from shardwise._torch.module import customizes_loading, customizes_saving
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
 from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
@@ -25,14 +26,14 @@ from shardwise.checkpoint.disk.entries import (
     StoredPiece,
     TensorEntry,
     Value,
-    dotted,
     dtype_name,
     torch_dtype,
 )
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.loading import check_same_model, install, own_part
+from shardwise.checkpoint.ranks.arrival import Arrival
+from shardwise.checkpoint.ranks.loading import install, own_part
 from shardwise.checkpoint.ranks.optimizer import (
     destinations,
     inside_of,
@@ -41,7 +42,9 @@ from shardwise.checkpoint.ranks.optimizer import (
 )
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
+    in_place,
     model_state,
+    own_tensors,
     state_of,
     ties,
 )
@@ -234,8 +237,9 @@ def move(
 
     leaving = ranks.all(doing, depart)
     entries, values = _agree(ranks, doing, leaving)
-    ranks.all(
-        doing, lambda: None if target is None else _check_target(*target, entries, values, doing)
+    arriving = ranks.all(
+        doing,
+        lambda: frozenset() if target is None else _check_target(*target, entries, values, doing),
     )
 
     def start() -> _Arrivals | None:
@@ -244,7 +248,7 @@ def move(
         if leaving is not None:
             leaving.let_go()
         begin()
-        return _Arrivals(target, doing) if target is not None else None
+        return _Arrivals(target, arriving, doing) if target is not None else None
 
     goes_on = False
     try:
@@ -413,28 +417,40 @@ def _check_target(
     entries: Iterable[TensorEntry],
     values: Iterable[Value],
     doing: str,
-) -> None:
+) -> frozenset[str]:
     """Check that what moves is of the target's model and optimizer, before anything moves.
+
+    Returns:
+        The names of what arrives where it belongs. The rest goes through the model's hooks.
 
     Raises:
         CheckpointError: it is not.
         ValueError: a tensor is on the meta device that gets neither memory nor values.
     """
-    saved = model_state(model, ignore_frozen_params=False)
-    names = parameter_names(model, saved)
+    own = own_tensors(model)
+    names = parameter_names(model, own)
     sharded = {form.parameter for form in forms_of(names)}
     lost = [name for param, name in names.items() if param.is_meta and param not in sharded]
-    lost += [name for name, each in model.named_buffers() if each.is_meta and name not in saved]
+    lost += [name for name, each in model.named_buffers() if each.is_meta and name not in own]
     if lost:
         raise ValueError(
             f"{doing}: found {', '.join(lost[:3])} on the meta device, expected memory: only "
             "parameters that fully_shard has sharded and persistent buffers get it here"
         )
-    own = {dotted(("model", n)): each for n, each in saved.items() if isinstance(each, Tensor)}
-    check_same_model(doing, (entry for entry in entries if entry.section == "model"), own)
+    found = [
+        (entry.path, torch.empty(entry.shape, device="meta"))
+        for entry in entries
+        if entry.section == "model"
+    ]
+    found += [(each.path, each.value) for each in values if each.path[0] == "model"]
+    Arrival(model, doing, strict=True).expect(unflatten(found, doing).get("model", {}))
     if optimizer is not None:
         tree = unflatten([(value.path, value.value) for value in values], doing)
         list(saved_groups(optimizer, names, tree.get("optimizer", {})))
+    modules = list(model.modules())
+    if not customizes_saving(modules) and not customizes_loading(modules):
+        return frozenset(own)
+    return frozenset(in_place(model_state(model, ignore_frozen_params=False), model))
 
 
 class _Arrivals:
@@ -442,14 +458,15 @@ class _Arrivals:
 
     Args:
         target: the model and the optimizer.
+        in_place: the names of what arrives where it belongs.
         doing: what the ranks do, for error messages.
     """
 
-    def __init__(self, target: Training, doing: str) -> None:
+    def __init__(self, target: Training, in_place: frozenset[str], doing: str) -> None:
         self.model, self._optimizer = target
-        self._doing = doing
-        self._saved = model_state(self.model, ignore_frozen_params=False)
-        names = parameter_names(self.model, self._saved)
+        self._in_place, self._doing = in_place, doing
+        self._own = own_tensors(self.model)
+        names = parameter_names(self.model, self._own)
         self._params = {name: param for param, name in names.items()}
         for tied in ties(self.model).values():
             first = next((self._params[each] for each in tied if each in self._params), None)
@@ -463,7 +480,7 @@ class _Arrivals:
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
         """Return this rank's part of a tensor, with memory; ``None`` if it needs nothing."""
-        if entry.section == "model":
+        if entry.section == "model" and entry.path[1] in self._in_place:
             found: Tensor | None = self._with_memory(str(entry.path[1]))
         elif entry.section == "optimizer":
             found = None if self._state is None else self._state(entry)
@@ -477,8 +494,7 @@ class _Arrivals:
     def _with_memory(self, name: str) -> Tensor:
         param = self._params.get(name)
         if param is None:
-            found: Tensor = self._saved[name]
-            return found
+            return self._own[name]
         for form in forms_of([param]):
             if not form.has_memory:
                 form.fill_place()
@@ -493,7 +509,16 @@ class _Arrivals:
             ],
             self._doing,
         )
-        return install(tree, self.model, self._optimizer, self._saved, strict=True)
+        arrived = tree.get("model", {})
+        modules = list(self.model.modules())
+        if arrived.keys() - self._in_place or customizes_loading(modules):
+            for form in forms_of(self.model.parameters()):
+                if not form.has_memory:
+                    form.fill_place()
+            arrival = Arrival(self.model, self._doing, strict=True)
+            arrival.expect(arrived)
+            arrival.load()
+        return install(tree, self.model, self._optimizer)
 
 
 @dataclass(frozen=True)

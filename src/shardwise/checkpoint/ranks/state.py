@@ -9,7 +9,6 @@ path that leads to it, and values that JSON can hold.
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
+from shardwise._torch.module import joined, saved_tensors_of, visits
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed
 from shardwise.checkpoint.disk.entries import (
@@ -210,12 +210,47 @@ def ties(model: nn.Module) -> dict[str, list[str]]:
         for owner in param.owners
     }
     names: dict[int, list[str]] = {}
-    for name, tensor in itertools.chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in own_tensors(model).items():
         names.setdefault(form_of.get(id(tensor), id(tensor)), []).append(name)
     return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that state dicts are made of, by name, whatever hooks do to them.
+
+    Names have no parts that wrappers add.
+    """
+    return {
+        joined(visit.name, name): tensor
+        for visit in visits(model)
+        for name, tensor in saved_tensors_of(visit.module)
+    }
+
+
+def reshard(model: nn.Module) -> None:
+    """Let modules hold their shards, which are about to be loaded.
+
+    Raises:
+        MisuseError: a forward or backward is under way, with the values of before.
+    """
+    for group in groups_of(model):
+        group.reshard_for_load()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # torch's own, too
+            module.reshard()
+
+
+def in_place(state: Mapping[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """The values of a state dict that are the model's own tensors, or share their memory.
+
+    Hooks of modules may have replaced the others by copies.
+    """
+    own = {place for tensor in own_tensors(model).values() for place in dtensor.memory_of(tensor)}
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and own.issuperset(dtensor.memory_of(value) or [None])
+    }
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
@@ -259,11 +294,54 @@ def model_state(model: nn.Module, *, ignore_frozen_params: bool) -> dict[str, An
         model: the model, sharded or not.
         ignore_frozen_params: leave out parameters that require no gradient.
     """
-    options = StateDictOptions(ignore_frozen_params=ignore_frozen_params)
-    with sharded_state_dicts(model):
-        if not any(True for _ in model.children()) and not model.state_dict():
-            return {}  # torch refuses a model without tensors
-        return get_model_state_dict(model, options=options)
+    names = ModelNames(model)
+    state = {names.of(key): value for key, value in sharded_state_dict(model).items()}
+    if ignore_frozen_params:
+        for name in frozen(model):
+            state.pop(name, None)
+    return state
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """The names of the parameters that require no gradient."""
+    return [
+        name
+        for name, tensor in own_tensors(model).items()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    ]
+
+
+class ModelNames:
+    """Names in a model, without the parts that wrappers add, and the keys of its state dicts.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = list(visits(model))
+        self._names = {visit.path: visit.name for visit in found}
+        self._names |= {visit.key: visit.name for visit in found}
+        self._keys = {visit.name: visit.key for visit in found}  # of the innermost module
+
+    def of(self, key: str) -> str:
+        """The name of what a state dict, or the model, has under a key with parts of wrappers."""
+        return _moved(key, self._names)
+
+    def key(self, name: str) -> str:
+        """The key in state dicts of what has a name."""
+        return _moved(name, self._keys)
+
+
+def _moved(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name with the longest of ``prefixes`` that it has replaced."""
+    prefix, rest = name, ""
+    while prefix:
+        prefix, _, part = prefix.rpartition(".")
+        rest = joined(part, rest) if rest else part
+        if prefix in prefixes:
+            return joined(prefixes[prefix], rest)
+    return name
 
 
 def state_of(

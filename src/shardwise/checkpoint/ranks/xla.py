@@ -13,6 +13,7 @@ Source: ``torch_xla.distributed.fsdp.state_dict_utils``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import glob
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,10 +129,10 @@ def load_rank_checkpoint(
     with _refusing(path):  # a file that was read can be read in one way, and has no code
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     model_state = sharded_state_dict(model)
-    full_state = {
-        name: _wrapped_like(each, model_state.get(name))
-        for name, each in _dict(state["model"], f"{path}, model").items()
-    }
+    full_state = copy.copy(model_state)  # with the versions of its modules
+    full_state.clear()
+    for name, each in _dict(state["model"], f"{path}, model").items():
+        full_state[name] = _wrapped_like(each, model_state.get(name))
     with _refusing(path), sharded_state_dicts(model):
         model.load_state_dict(full_state)
     if optimizer is None:

@@ -32,8 +32,9 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.loading import own_part, read_part, tensors_of
+from shardwise.checkpoint.ranks.loading import own_part, read_part
 from shardwise.checkpoint.ranks.saving import wait_for_save
+from shardwise.checkpoint.ranks.state import own_tensors, reshard
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
@@ -153,7 +154,8 @@ def _load(
     """Read what the files have."""
     where = find(name)
     window = ReadWindow(buffer)
-    state = tensors_of(model)
+    reshard(model)
+    state = own_tensors(model)
     ties = ties_of(model)
     layers = dict(four_bit_layers(model))
     packed: dict[str, str] = {}  # name of codes or scales -> plain name of their weight
@@ -184,7 +186,7 @@ def _load(
             shapes |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), shape)
         _check_shapes(source, plan, shapes, found)
         if allocate(model, found):
-            state = tensors_of(model)
+            state = own_tensors(model)
         conversions.remember(inner)
         first = {
             each: plain
@@ -207,7 +209,7 @@ def _load(
             if plain in plan.converted:
                 converted.setdefault(plain, []).append(state[each])
         _read_converted(converted, plan, conversions, source, window)
-    own = conversions.plain.state_dict().keys()
+    own = own_tensors(conversions.plain).keys()
     missing = [
         each
         for each in state

@@ -32,7 +32,7 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
-from shardwise.checkpoint.ranks.state import check_tensor, ties
+from shardwise.checkpoint.ranks.state import check_tensor, own_tensors, ties
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.building import explaining
 from shardwise.frontends.pretrained.filling import same_random_numbers
@@ -112,7 +112,7 @@ def plain_names(model: PeftModel) -> dict[str, str]:
     """
     modules = dict(model.named_modules())
     names = {}
-    for name in model.state_dict():
+    for name in own_tensors(model):
         plain = _plain_name(name, modules)
         if plain is not None:
             names[name] = plain
@@ -170,7 +170,7 @@ def initialize_adapters(model: PeftModel, group: dist.ProcessGroup | None = None
 def adapter_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of adapters by name, with shards as ``DTensor``s; not those of the base."""
     base = plain_names(model)
-    for name, tensor in tensors_of(model).items():
+    for name, tensor in own_tensors(model).items():
         if name not in base:
             yield name, tensor
 

@@ -1,0 +1,271 @@
+"""Values of a checkpoint on their way into a model, which may have a say in what becomes of them.
+
+    a file, rows of other ranks      {"wq": unread, "wk": unread}
+      -> load_state_dict             hooks of modules rename values, join them, convert them
+      -> where one arrives           each rank reads its part of "wq", or of what was joined
+
+Modules see full tensors, as in one process. A tensor that they only pass on, or rename, is never
+read in full: it is an :class:`~shardwise._torch.unread.Unread`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from shardwise._torch import dtensor, fsdp
+from shardwise._torch.module import (
+    EXTRA_STATE,
+    customizes_loading,
+    customizes_saving,
+    has_extra_state,
+    joined,
+    saved_tensors_of,
+    version_of,
+    visits,
+)
+from shardwise._torch.unread import Fill, Unread
+from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.values import replaced_in
+from shardwise.checkpoint.ranks.state import (
+    ModelNames,
+    check_same_names,
+    in_place,
+    own_tensors,
+    reshard,
+    sharded_state_dict,
+    sharded_state_dicts,
+    ties,
+)
+from shardwise.sharding.allocate import MetaMemory
+
+
+def own_part(tensor: Tensor) -> tuple[Box, Tensor]:
+    """This rank's part of a tensor: where it is, and its elements."""
+    return Box(*dtensor.chunk_of(tensor)), dtensor.plain(tensor)
+
+
+class Arrival:
+    """Values that are about to be loaded into a model.
+
+    Args:
+        model: the model, sharded or not. Tensors on the meta device get memory with their values.
+        where: the checkpoint, for error messages.
+        strict: whether the names must be exactly the model's. A tied tensor needs one of its names.
+        left_out: names of the model that stay as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        where: str,
+        *,
+        strict: bool,
+        left_out: Collection[str] = (),
+    ) -> None:
+        self._model, self._where, self._strict = model, where, strict
+        self._left_out = frozenset(left_out)
+        reshard(model)
+        self._names = ModelNames(model)
+        self._visits = list(visits(model))
+        self._ties = ties(model)
+        self._extra = {
+            joined(each.name, EXTRA_STATE) for each in self._visits if has_extra_state(each.module)
+        }
+        self._values: dict[str, Any] = {}
+        self._held: list[Unread] = []
+        self._made: list[weakref.ref[Unread]] = []
+        self._failed: list[Exception] = []
+
+    @property
+    def has_extra_states(self) -> bool:
+        """Whether modules have extra states."""
+        return bool(self._extra)
+
+    def unread(self, shape: tuple[int, ...], dtype: torch.dtype, fill: Fill) -> Unread:
+        """A tensor that is read where it arrives.
+
+        Args:
+            shape: its shape.
+            dtype: its dtype.
+            fill: reads it into a tensor: all of it, or this rank's part of a ``DTensor``.
+        """
+
+        def attempt(into: Tensor) -> None:
+            try:
+                fill(into)
+            except Exception as error:  # of which torch would keep the words
+                self._failed.append(error)
+                raise
+
+        made = Unread(shape, dtype, attempt, self._held)
+        self._made.append(weakref.ref(made))
+        return made
+
+    def expect(self, values: Mapping[str, Any]) -> None:
+        """Take the values, and check names and shapes, if nothing in the model may change those.
+
+        Args:
+            values: the values by name: tensors, as :meth:`unread` makes them or not, and the extra
+                states of modules.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        for name, value in values.items():
+            is_extra = name.rpartition(".")[2] == EXTRA_STATE
+            self._values[self._names.of(name)] = replaced_in(value, _full) if is_extra else value
+        if customizes_loading(each.module for each in self._visits):
+            return
+        own = own_tensors(self._model)
+        if not self._renames():
+            known = (own.keys() | self._extra) - self._left_out
+            self._check_names(known - self._values.keys(), self._values.keys() - known)
+        for name in own.keys() & self._values.keys():
+            self._check_shape(name, self._values[name], own[name])
+
+    def load(self, versions: Mapping[str, int] | None = None) -> None:
+        """Load the values. No rank waits for another.
+
+        Args:
+            versions: the version of each module's state dict when it was saved, by the name that
+                the module had; ``None`` for those of this model.
+
+        Raises:
+            CheckpointError: names or shapes differ, or a value could not be read.
+        """
+        saved = None if versions is None else {self._names.of(k): v for k, v in versions.items()}
+        state = _StateDict(
+            (self._names.key(name), value)
+            for name, value in self._values.items()
+            if name not in self._left_out
+        )
+        state._metadata = {
+            each.path: {"version": version_of(each.module) if saved is None else saved[each.name]}
+            for each in self._visits
+            if saved is None or each.name in saved
+        }
+        with torch.no_grad(), sharded_state_dicts(self._model), self._watched():
+            try:
+                result = self._model.load_state_dict(state, strict=False)
+            except CheckpointError:
+                raise
+            except RuntimeError as error:
+                if self._failed:
+                    raise self._failed[0] from None
+                raise CheckpointError(f"{self._where}: {one_line(error, 400)}") from error
+            missing, unexpected = (
+                {self._names.of(key) for key in keys}
+                for keys in (result or ((), ()))  # a method of the model's own may return nothing
+            )
+            if (missing or unexpected) and self._renames():
+                unexpected -= self._load_renamed(unexpected)
+                missing &= {self._names.of(key) for key in sharded_state_dict(self._model)}
+        self._check_names(
+            missing - self._left_out, unexpected | self._left_out & self._values.keys()
+        )
+        self._values.clear()
+        state.clear()
+        for made in self._made:
+            if (kept := made()) is not None:  # by a module, which may need it later
+                kept.full()
+
+    def _renames(self) -> bool:
+        """Whether names of the model's state dicts may not be those of its tensors."""
+        return customizes_saving(each.module for each in self._visits)
+
+    def _load_renamed(self, names: Collection[str]) -> set[str]:
+        """Load what state dicts have under other names than the model, and return those names."""
+        state = {self._names.of(k): each for k, each in sharded_state_dict(self._model).items()}
+        found = {
+            name: tensor for name, tensor in in_place(state, self._model).items() if name in names
+        }
+        for name, tensor in found.items():
+            value = self._values[name]
+            self._check_shape(name, value, tensor)
+            tensor.copy_(value)
+        return set(found)
+
+    def _check_names(self, missing: Collection[str], unexpected: Collection[str]) -> None:
+        """Check that no names are left over; a tied tensor needs one of its names.
+
+        Files of weights need not have extra states.
+        """
+        if not self._strict:
+            return
+        lost = {
+            name
+            for name in missing
+            if name.rpartition(".")[2] != EXTRA_STATE
+            and not any(each in self._values for each in self._ties.get(name, ()))
+        }
+        check_same_names(self._where, missing=lost, unexpected=set(unexpected))
+
+    def _check_shape(self, name: str, value: Any, own: Tensor) -> None:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if found != list(own.shape):
+            raise CheckpointError(
+                f"{self._where}: {name}: found shape {found}, expected {list(own.shape)}"
+            )
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """See to every value that arrives at a module, after all hooks of the module itself."""
+        memory = MetaMemory(self._model)
+        handles = []
+        for module in dict.fromkeys(each.module for each in self._visits):
+            if not fsdp.is_scripted(module):
+                before = functools.partial(self._arrive, memory)
+                handles += [
+                    module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._forget),  # type: ignore[no-untyped-call]
+                ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            memory.end()
+
+    def _arrive(
+        self,
+        memory: MetaMemory,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *_: object,
+    ) -> None:
+        for name, own in saved_tensors_of(module):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, Tensor) or is_lazy(own):
+                continue
+            self._check_shape(self._names.of(prefix + name), value, own)
+            if own.is_meta:
+                memory.give(module, name, own)
+            if isinstance(own, DTensor) and not isinstance(value, Unread | DTensor):
+                state_dict[prefix + name] = Unread.of(value)
+
+    def _forget(self, *_: object) -> None:
+        """Drop what hooks have read; what they made of it has arrived."""
+        while self._held:
+            self._held.pop().forget()
+
+
+class _StateDict(dict[str, Any]):
+    """A state dict with the versions of modules, as torch keeps them."""
+
+    _metadata: dict[str, dict[str, int]]
+
+
+def _full(value: Any) -> Any:
+    return value.full() if isinstance(value, Unread) else value
