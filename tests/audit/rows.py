@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 Program = Callable[[Any], Any]
+ROWS_OF_EACH = Shard(0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Row:
     wrong: Program
     right: Program
     rows: int = 4
-    placement: Placement = Shard(0)
+    placement: Placement = ROWS_OF_EACH
     mended: tuple[int, int] | None = None
     told: str = "full_tensor()"
 
@@ -157,7 +158,9 @@ def _is_placed_as_parameter(loss: Program) -> Program:
 
 ROWS = [
     # -- what the host reads -----------------------------------------------------------------------
-    Row("`p.norm().item()`", read(lambda p: p.norm().item()), read(lambda p: full(p.norm()).item())),
+    Row(
+        "`p.norm().item()`", read(lambda p: p.norm().item()), read(lambda p: full(p.norm()).item())
+    ),
     Row("`float(p.sum())`", read(lambda p: float(p.sum())), read(lambda p: float(full(p.sum())))),
     Row(
         "`int((p > 0).sum())`",

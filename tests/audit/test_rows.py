@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 import shardwise
 from tests.audit.rows import ROWS, Program, Row
@@ -64,7 +64,7 @@ def is_as_expected(row: Row, found: Any) -> bool:
 def test_a_row(threads: Ranks, row: Row) -> None:
     found = threads(run, 2, row, row.wrong)
     is_right = all(is_as_expected(row, each) for each in found)
-    if row.mended is not None and VERSION >= row.mended:
+    if row.mended is not None and row.mended <= VERSION:
         assert is_right, f"wrong again in torch {torch.__version__}: {row.name}"
     else:
         assert not is_right, f"torch {torch.__version__} mended this: remove the row ({row.name})"

@@ -21,11 +21,10 @@ import enum
 import functools
 import inspect
 import math
-import zlib
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,15 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch import autograd, dtensor, fake, operations
 from shardwise.base.devices import GLOO
-from shardwise.base.errors import RanksDivergedError, ShardwiseError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.frontends.watch_ranks import line_of
 from shardwise.transport.peers import Peers, new_group
 
-#: Bytes of each part of what a rank says when ranks meet, and what separates the parts.
-_PART, _SEPARATOR = 1000, "\x1f"
-_LEAVING = timedelta(seconds=5)  # that a rank waits for others once its program has failed
+T = TypeVar("T")
+
 #: Operations whose results have no values yet.
 _UNDEFINED = ("aten.empty", "aten.new_empty")
 _READ = "aten._local_scalar_dense"  # what item(), float() and bool() come to
-_TRIVIAL = "-"  # in place of a checksum of values that are the same by chance
 #: Rounding errors, in units of the last place, of what is computed element by element, and of sums
 #: in another order, as a share of the same sums of absolute values.
 _ELEMENTWISE, _REORDERED = 4, 32
@@ -69,6 +66,10 @@ class _Kind(enum.Enum):
         "`distribute_tensor(full, p.device_mesh, p.placements)`"
     )
     GRADIENT = "compute what reads parameters in the loss, such as a penalty, on `p.full_tensor()`"
+
+
+#: What is different, and how, in words.
+_Finding = tuple[_Kind, str]
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
         )
     ranks = _Ranks(seconds)
     for mesh in dict.fromkeys(meshes):
-        ranks.meet(mesh, "the beginning of the audit", "")
+        ranks.meet(mesh, "the beginning of the audit", None)
     comparison = _Comparison(model, ranks)
     try:
         with _Functions(comparison), _Operations(comparison):  # type: ignore[no-untyped-call]
@@ -141,54 +142,36 @@ class _Ranks:
         self._seconds = seconds
         self._groups = Peers().once(_groups)
 
-    def meet(self, mesh: DeviceMesh, doing: str, report: str) -> list[str]:
+    def meet(self, mesh: DeviceMesh, doing: str, report: T) -> dict[int, T]:
         """Exchange reports, and raise if ranks are at something else; return them by rank."""
         ranks = mesh.mesh.flatten().tolist()
         key = self._seconds, *ranks
         if key not in self._groups:
             self._groups[key] = new_group(ranks, timedelta(seconds=self._seconds), GLOO.name)
         peers = Peers(self._groups[key])
-        try:
-            with peers.collective(f"the audit of {doing}"):
-                found = _exchange(peers, doing, report)
-        except ShardwiseError:
-            self._groups.clear()  # no more use once one has not come
-            raise
-        if any(what != doing for what, _, _ in found):
-            self._groups.clear()
-            each = "; ".join(
-                f"rank {rank} is at {what} ({line})"
+        found = peers.gather_objects((doing, _line(), report), f"the audit of {doing}")
+        if len({what for what, _, _ in found}) > 1:
+            each = (
+                f"rank {rank}: {what}, at {line}"
                 for rank, (what, line, _) in zip(ranks, found, strict=True)
             )
             raise RanksDivergedError(
-                f"ranks run different operations on DTensors: {each}. All ranks have to run the "
-                "same ones: look before these lines for a condition that differs by rank"
+                f"ranks run different operations on DTensors. {'; '.join(each)}. All ranks have to "
+                "run the same ones: look before these lines for a condition that differs by rank"
             )
-        return [report for _, _, report in found]
+        return {rank: report for rank, (_, _, report) in zip(ranks, found, strict=True)}
 
     def leave(self, why: str) -> None:
         """Tell the others, if they are still there, that this rank comes no more."""
         for group in self._groups.values():
             with contextlib.suppress(RuntimeError):
-                _exchange(Peers(group), why, "", (_LEAVING,))
-        self._groups.clear()
+                Peers(group).gather_objects((why, _line(), None), "the end of an audit")
+        self._groups.clear()  # one of them may be out of step
 
 
 def _groups(peers: Peers) -> dict[tuple[float, ...], dist.ProcessGroup]:
     """Keep the process groups of audits: by how long their ranks wait, and who they are."""
     return {}
-
-
-def _exchange(
-    peers: Peers, doing: str, report: str, patience: tuple[timedelta, ...] = ()
-) -> list[list[str]]:
-    """Return what every rank is at, its line of the program, and its report."""
-    parts = doing, _line(), report
-    text = _SEPARATOR.join(each[-_PART:] for each in parts).encode("ascii", "replace")
-    mine = torch.tensor([*text.ljust(3 * _PART + 2)], dtype=torch.uint8)
-    every = [torch.empty_like(mine) for _ in range(peers.size)]
-    dist.all_gather(every, mine, group=peers.group, async_op=True).wait(*patience)
-    return [bytes(each.tolist()).decode().rstrip(" ").split(_SEPARATOR) for each in every]
 
 
 class _Call:
@@ -210,21 +193,24 @@ class _Call:
         specs = [f"{tuple(each.shape)} {_placed(each)}" for each in self.operands]
         self.doing = f"{self.name} of {', '.join(specs)}" if specs else self.name
 
-    def with_tensors(self, others: dict[int, torch.Tensor]) -> list[Any] | None:
-        """Run it with other tensors; return its results and then what it has written.
+    def made(self, result: Any, written: dict[int, Any]) -> list[Any]:
+        """Return what it returns that is new, and then what it has written to."""
+        known = {id(each) for each in written.values()}
+        new = [each for each in operations.leaves(result) if id(each) not in known]
+        return [*new, *written.values()]
 
-        ``None`` if it cannot be run with them.
-        """
+    def with_tensors(self, others: dict[int, torch.Tensor]) -> list[Any] | None:
+        """Run it with other tensors; return what it has made, or ``None`` if it cannot be run."""
         others = {
             key: each.clone() if key in self.written else each for key, each in others.items()
         }
         args, kwargs = operations.map_tensors(lambda each: others.get(id(each), each), self.args)
         try:
             with torch.no_grad():
-                results = operations.leaves(self.function(*args, **kwargs))
+                result = self.function(*args, **kwargs)
         except (RuntimeError, NotImplementedError, IndexError):
             return None
-        return [*results, *(others[key] for key in self.written)]
+        return self.made(result, {key: others[key] for key in self.written})
 
 
 class _Comparison:
@@ -239,9 +225,8 @@ class _Comparison:
         self._model = model
         self._ranks = ranks
         self._origins = operations.by_tensor()  # what a tensor was first computed from
-        self._bases = operations.by_tensor()  # what a view is of
-        self._copies = operations.by_tensor()  # the same, of views with memory of their own
-        self._stale = operations.by_tensor()  # which writes to such views their bases lack
+        self._views = operations.by_tensor()  # what they are of; if they have memory of their own
+        self._stale = operations.by_tensor()  # which writes to views of that kind a tensor lacks
         self._starts: list[int] = []  # numbers of nodes of the graph, and the lines that made them
         self._lines: list[str] = []
 
@@ -258,11 +243,11 @@ class _Comparison:
         if not has_values or call.name.startswith(_UNDEFINED):
             return function(*args, **kwargs)
         mesh = max((each.device_mesh for each in call.operands), key=DeviceMesh.size)
-        self._ranks.meet(mesh, call.doing, "")
-        before = {key: each.clone() for key, each in call.written.items()}
-        before |= {id(each): _full(each) for each in call.operands}
+        self._ranks.meet(mesh, call.doing, None)
+        plain = {k: v.clone() for k, v in call.written.items() if not isinstance(v, DTensor)}
+        before = plain | {id(each): _full(each) for each in call.operands}
         result = function(*args, **kwargs)
-        made = [*operations.leaves(result), *call.written.values()]
+        made = call.made(result, call.written)
         self._follow(call, made)
         if operations.is_random(function):
             self._compare_random(mesh, call, made)
@@ -273,23 +258,21 @@ class _Comparison:
         full = [_full(each) if isinstance(each, DTensor) else each for each in made]
         found = self._lost_write(call) or self.misplaced_gradient()
         different = found or _difference(call, full, expected)
-        if any(self._ranks.meet(mesh, call.doing, "different" if different else "")):
+        if any(self._ranks.meet(mesh, call.doing, different).values()):
             for each in call.operands:  # of which values may cancel
                 key = id(each)
-                before[key] = before[key].abs() if key in call.written else _full(each, torch.abs)
+                before[key] = _sizes(before[key] if key in call.written else _full(each, _sizes))
             larger = call.with_tensors(before)
             self.settle(mesh, call, found or _difference(call, full, expected, larger))
         return result
 
-    def settle(self, mesh: DeviceMesh, call: _Call, found: tuple[_Kind, str] | None) -> None:
+    def settle(self, mesh: DeviceMesh, call: _Call, found: _Finding | None) -> None:
         """Exchange what ranks have found, and raise on all if one has found something."""
-        mine = "" if found is None else f"{found[0].name} {found[1]}"
-        reports = self._ranks.meet(mesh, call.doing, mine)
-        told = {rank: each.split(" ", 1) for rank, each in enumerate(reports) if each}
+        told = {k: v for k, v in self._ranks.meet(mesh, call.doing, found).items() if v is not None}
         if not told:
             return
-        kind, text = next(iter(told.values()))
-        if any(each != [kind, text] for each in told.values()):
+        (kind, text), *_ = told.values()
+        if len(set(told.values())) > 1:
             text = "; ".join(f"{each} (rank {rank})" for rank, (_, each) in told.items())
         name = next(filter(None, map(self._name_of, call.operands)), "")
         node = autograd.running_node_number()
@@ -297,7 +280,7 @@ class _Comparison:
         line = _line() if at < 0 else f"the backward of {self._lines[at]}"
         raise _FoundError(
             f"{call.name}{name and f' on {name}'}, at {line}: found {text}. Write instead: "
-            f"{_Kind[kind].value}. See docs/dtensors.md"
+            f"{kind.value}. See docs/dtensors.md"
         )
 
     def assigned(self, tensor: DTensor, value: torch.Tensor) -> None:
@@ -305,13 +288,13 @@ class _Comparison:
         if dtensor.storage_of(value) == dtensor.storage_of(tensor):
             return
         call = _Call("the assignment to .data", ((tensor,), {}))
-        self._ranks.meet(tensor.device_mesh, call.doing, "")
+        self._ranks.meet(tensor.device_mesh, call.doing, None)
         whole = _full(value) if isinstance(value, DTensor) else value
         lost = _Kind.ASSIGNMENT, "the values of before, expected those that were assigned"
         same = tensor.shape == whole.shape and torch.equal(_full(tensor), whole)
         self.settle(tensor.device_mesh, call, None if same else lost)
 
-    def misplaced_gradient(self) -> tuple[_Kind, str] | None:
+    def misplaced_gradient(self) -> _Finding | None:
         """Find a gradient that is not placed as its parameter, between backwards."""
         for name, param in self._model.named_parameters():
             grad = param.grad if isinstance(param, DTensor) and not autograd.in_backward() else None
@@ -327,23 +310,21 @@ class _Comparison:
     def _follow(self, call: _Call, made: list[Any]) -> None:
         """Note what tensors are computed from, and which views have memory of their own."""
         base = call.operands[0]
-        viewed = self._bases.get(base, base)
+        viewed, is_copy = self._views.get(base, (base, False))
         for at, each in enumerate(made):
-            if not isinstance(each, DTensor) or id(each) in call.written:
-                continue
-            source = call.operands[min(at, len(call.operands) - 1)]
-            self._origins[each] = self._origins.get(source, source)
-            if fake.only_views(call.function):
-                self._bases[each] = viewed
-                apart = dtensor.storage_of(each) != dtensor.storage_of(base)
-                if base in self._copies or (apart and dtensor.local_of(each).numel()):
-                    self._copies[each] = viewed
+            if isinstance(each, DTensor) and id(each) not in call.written:
+                source = call.operands[min(at, len(call.operands) - 1)]
+                self._origins[each] = self._origins.get(source, source)
+                if fake.only_views(call.function):
+                    apart = dtensor.storage_of(each) != dtensor.storage_of(base)
+                    is_copy |= apart and dtensor.local_of(each).numel() > 0
+                    self._views[each] = viewed, is_copy
 
-    def _lost_write(self, call: _Call) -> tuple[_Kind, str] | None:
+    def _lost_write(self, call: _Call) -> _Finding | None:
         """Find what was written to a view and does not reach what it is a view of."""
         for tensor in call.written.values():
-            base = self._copies.get(tensor)
-            if base is not None:
+            base, is_copy = self._views.get(tensor, (tensor, False))
+            if is_copy:
                 name = self._exact_name_of(base)
                 lost = f"{name or 'the tensor behind a view'} unchanged, expected what was written"
                 if name:
@@ -369,16 +350,14 @@ class _Comparison:
     def _compare_random(self, mesh: DeviceMesh, call: _Call, made: list[Any]) -> None:
         """Find ranks that drew the same for different rows, or something else for the same."""
         drawn = [each for each in made if isinstance(each, DTensor) and each.device_mesh == mesh]
-        report = " ".join(_digest(dtensor.local_of(each)) for each in drawn)
-        reports = [each.split(" ") for each in self._ranks.meet(mesh, call.doing, report)]
-        digests = torch.arange(mesh.size()).view(mesh.shape)  # where each report is from
-        found = None
+        digests = [_digest(dtensor.local_of(each)) for each in drawn]
+        reports = self._ranks.meet(mesh, call.doing, digests)
+        found: _Finding | None = None
         for at, tensor in enumerate(drawn):
             for dim, placement in enumerate(tensor.placements):
-                for line in digests.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
-                    values = [reports[rank][at] for rank in line]
-                    some = [each for each in values if each != _TRIVIAL]
-                    if placement.is_shard() and len(set(some)) < len(some):
+                for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
+                    values = [reports[rank][at] for rank in ranks if reports[rank][at] is not None]
+                    if placement.is_shard() and len(set(values)) < len(values):
                         found = _Kind.RANDOM, "the same values drawn for different rows"
                     elif placement.is_replicate() and len(set(values)) > 1:
                         found = _Kind.RANDOM, "other values drawn on each rank for the same rows"
@@ -390,7 +369,7 @@ class _Comparison:
 
 def _difference(
     call: _Call, made: list[Any], expected: list[Any], larger: list[Any] | None = None
-) -> tuple[_Kind, str] | None:
+) -> _Finding | None:
     """Find the first result that is not as expected but for rounding.
 
     Args:
@@ -400,7 +379,7 @@ def _difference(
         larger: the same, computed on absolute values, if sums may be in another order.
     """
     is_read = call.name == _READ
-    is_part = any(map(_is_partial, call.operands))
+    is_part = any(map(dtensor.is_part, call.operands))
     for at, (found, want) in enumerate(zip(made, expected, strict=True)):
         if isinstance(want, torch.Tensor):
             size = want if larger is None else larger[at]
@@ -419,29 +398,22 @@ def _is_close(
     """Whether two tensors are equal but for some units of rounding of the largest values."""
     if found.shape != want.shape or found.dtype != want.dtype:
         return False
-    if not (want.is_floating_point() or want.is_complex()):
+    if not (want.is_floating_point() or want.is_complex()) or not want.numel():
         return torch.equal(found, want)
     dtypes = {each.dtype for each in (*call.operands, want) if each.is_floating_point()}
-    unit = max((torch.finfo(each).eps for each in dtypes), default=torch.finfo(want.dtype).eps)
-    largest = max(_largest(want), _largest(size))
-    bound = units * unit * largest
-    return torch.allclose(found, want, rtol=0, atol=bound, equal_nan=True)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value that is finite."""
-    values = tensor.abs().double().nan_to_num(0, 0, 0)
-    return values.max().item() if values.numel() else 0.0
+    unit = max(torch.finfo(each).eps for each in dtypes or {want.dtype})
+    bound = units * unit * max(_wide(each).abs().nan_to_num(0, 0, 0).max() for each in (want, size))
+    return torch.allclose(_wide(found), _wide(want), rtol=0, atol=float(bound), equal_nan=True)
 
 
 def _in_words(found: torch.Tensor, want: torch.Tensor) -> str:
     """Say how two tensors differ."""
     if found.shape != want.shape or found.dtype != want.dtype:
         return f"{tuple(found.shape)} {found.dtype}, expected {tuple(want.shape)} {want.dtype}"
-    apart = ~torch.isclose(found, want, rtol=1e-5, atol=0, equal_nan=True)
-    at = (apart if apart.any() else found != want).nonzero()[0].tolist()
-    one, other = found[tuple(at)].item(), want[tuple(at)].item()
-    return f"{one:.6g} at {at}, expected {other:.6g} as of the full tensor"
+    apart = (_wide(found) - _wide(want)).abs().nan_to_num(math.inf)
+    at = torch.unravel_index(apart.argmax(), apart.shape)
+    place = f" at {[int(each) for each in at]}" if at else ""
+    return f"{found[at].item():.6g}{place}, expected {want[at].item():.6g} as of the full tensor"
 
 
 def _kind_of(call: _Call) -> _Kind:
@@ -453,12 +425,20 @@ def _kind_of(call: _Call) -> _Kind:
 # -- tensors -------------------------------------------------------------------------------------
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128)
+
+
+def _sizes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.abs() if tensor.is_floating_point() else tensor
+
+
 def _full(
     tensor: DTensor, change: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Gather a tensor, or what ``change`` makes of each rank's part of it. Not differentiable."""
     local = dtensor.wait_tensor(dtensor.local_of(tensor)).detach()
-    if change is not None and local.is_floating_point():
+    if change is not None:
         local = change(local)
     with torch.no_grad():
         return dtensor.wrap_local(local, dtensor.spec_of(tensor)).full_tensor().clone()
@@ -470,21 +450,19 @@ def _has_values(tensor: DTensor) -> bool:
     return is_here and fake.has_values(local) and dtensor.has_memory(dtensor.wait_tensor(local))
 
 
-def _is_partial(tensor: DTensor) -> bool:
-    sizes = tensor.device_mesh.shape
-    return any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, sizes, strict=True))
-
-
 def _placed(tensor: DTensor) -> str:
     return ", ".join(map(dtensor.describe_placement, tensor.placements))
 
 
-def _digest(local: torch.Tensor) -> str:
-    """Return a checksum of the first drawn values, unless others may draw the same by chance."""
+def _digest(local: torch.Tensor) -> tuple[float, ...] | None:
+    """Return the first values drawn, unless others may well draw the same; ``None`` then."""
     count = 64 if local.dtype == torch.bool else 4
-    values = local.detach().flatten()[:count].contiguous()
-    is_trivial = len(values) < count or len(values.unique()) < min(count, 4 if count == 4 else 2)
-    return _TRIVIAL if is_trivial else str(zlib.crc32(bytes(values.view(torch.uint8).tolist())))
+    values = local.flatten()[:count].tolist()
+    return (
+        tuple(values)
+        if len(values) == count and len(set(values)) >= (4 if count == 4 else 2)
+        else None
+    )
 
 
 def _line() -> str:
