@@ -56,6 +56,7 @@ PUBLIC = {
         "UnshardHandle",
         "Wire",
         "XlaFullyShardedDataParallel",
+        "audit",
         "checkpoint",
         "checkpoint_module",
         "clip_grad_norm_",

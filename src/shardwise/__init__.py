@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.watch_ranks import watch_ranks
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
+    from shardwise.insight.audit import audit
     from shardwise.insight.inspect.read import inspect
     from shardwise.insight.planning.api import plan
     from shardwise.insight.planning.settings import MachineConfig, PlannedStep
@@ -109,6 +110,7 @@ __all__ = [
     "UnshardHandle",
     "Wire",
     "XlaFullyShardedDataParallel",
+    "audit",
     "checkpoint",
     "checkpoint_module",
     "clip_grad_norm_",

@@ -35,6 +35,17 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a ``DTensor`` is cut over ranks, or a sum over ranks that is still to be made."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = tensor.device_mesh.shape
+    return any(
+        size > 1 and not placement.is_replicate()
+        for size, placement in zip(sizes, tensor.placements, strict=True)
+    )
+
+
 def code_that_finds_shapes() -> CodeType:
     """Return the code that runs operations on shapes of whole tensors, to know those of results."""
     # Here, since trainings can do without this name of torch's.

@@ -36,7 +36,10 @@ from shardwise.transport.waiter import Launched, Waiter
 
 _LOOK_SECONDS = 1.0  # between two looks of the thread
 _ANSWER_SECONDS = 5.0  # that ranks have to answer; more than the looks of their threads
-_LIBRARIES = tuple(module.__path__[0] for module in (torch, sys.modules["shardwise"]))
+_LIBRARIES = (
+    *(module.__path__[0] for module in (torch, sys.modules["shardwise"])),
+    contextlib.__file__,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +189,7 @@ class _Watch:
     def _answer(self) -> None:
         if not self._has_answered:
             self._has_answered = True
-            text = f"last {self._last}; {_line_of(sys._current_frames().get(self._main))}"
+            text = f"last {self._last}; now at {line_of(sys._current_frames().get(self._main))}"
             self._peers.store.set(f"{self._key}/{self._peers.rank}", json.dumps(text))
 
     def _look(self) -> None:
@@ -224,11 +227,11 @@ def _numbers(peers: Peers) -> Iterator[int]:
     return itertools.count(1)
 
 
-def _line_of(frame: FrameType | None) -> str:
-    """Say which line of the user's program runs: the innermost one outside of libraries."""
+def line_of(frame: FrameType | None) -> str:
+    """Say which line of the user's program runs: the innermost one outside of torch and of ours."""
     found = "no line of Python"
     for each, line in traceback.walk_stack(frame):
         found = f"{each.f_code.co_filename}:{line} in {each.f_code.co_name}"
         if not each.f_code.co_filename.startswith((*_LIBRARIES, "<")):
             break
-    return f"now at {found}"
+    return found

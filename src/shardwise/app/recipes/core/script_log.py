@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch import dtensor
 from shardwise.app.recipes.core.journal import MetricsFile
 from shardwise.app.runs.files import RunFiles
 from shardwise.insight.timeline.recorder import check_step
@@ -33,17 +34,25 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
     Args:
         folder: the folder of the run; by default ``runs/NAME``, after the program.
         step: the number of the step, 0 or more.
-        values: numbers, or tensors of one element, by name. What is not finite becomes ``null``.
+        values: numbers, or tensors of one element, by name. What is not finite becomes ``null``. Of
+            a ``DTensor``, such as the norm that torch's ``clip_grad_norm_`` returns, all ranks take
+            the ``full_tensor()`` first: a rank alone has only its own part of it.
 
     Raises:
         TypeError: a value is no number.
-        ValueError: the step is no number of a step.
+        ValueError: the step is no number of a step, or a value is a ``DTensor`` of which this rank
+            has a part.
         OSError: the file cannot be written.
         UserError: the file has a damaged line before this step.
     """
     check_step(step)
     record: dict[str, Any] = {"step": step}
     for name, value in values.items():
+        if isinstance(value, torch.Tensor) and dtensor.is_part(value):
+            raise ValueError(
+                f"{name}: found a DTensor of which each rank has a part, expected a number that "
+                f"ranks share: pass {name}.full_tensor(), which all ranks call"
+            )
         try:
             number = value.item() if isinstance(value, torch.Tensor) else value
             record[name] = number if isinstance(number, int) else float(number)

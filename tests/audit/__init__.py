@@ -1,0 +1,1 @@
+"""Tests of ``shardwise.audit``, and of what ``DTensor`` computes wrongly."""

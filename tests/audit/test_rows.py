@@ -1,0 +1,76 @@
+"""Each row of docs/dtensors.md: still wrong in torch, right as written instead, and audited."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import shardwise
+from tests.audit.rows import ROWS, Program, Row
+from tests.worlds import Ranks
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+TABLE = Path(__file__).parents[2] / "docs" / "dtensors.md"
+
+
+class Holder(nn.Module):
+    """A module with one parameter."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+
+def values(row: Row) -> torch.Tensor:
+    return torch.randn(row.rows, 4, generator=torch.Generator().manual_seed(3))
+
+
+def sharded(row: Row) -> Holder:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return Holder(distribute_tensor(values(row), mesh, [row.placement]))
+
+
+def run(rank: int, world_size: int, row: Row, program: Program) -> Any:
+    return program(sharded(row).weight)
+
+
+def run_audited(rank: int, world_size: int, row: Row, program: Program) -> str:
+    model = sharded(row)
+    try:
+        with shardwise.audit(model):
+            program(model.weight)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def is_as_expected(row: Row, found: Any) -> bool:
+    want = row.wrong(Holder(values(row)).weight)
+    if isinstance(want, torch.Tensor):
+        return torch.allclose(found, want, rtol=1e-5, atol=1e-6)
+    return found == pytest.approx(want)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_a_row(threads: Ranks, row: Row) -> None:
+    found = threads(run, 2, row, row.wrong)
+    is_right = all(is_as_expected(row, each) for each in found)
+    if row.mended is not None and row.mended <= VERSION:
+        assert is_right, f"wrong again in torch {torch.__version__}: {row.name}"
+    else:
+        assert not is_right, f"torch {torch.__version__} mended this: remove the row ({row.name})"
+        (told,) = {*threads(run_audited, 2, row, row.wrong)}  # the same on all ranks
+        assert row.told in told
+        assert re.search(r"rows\.py:\d+", told) or "end of the audit" in told
+
+    assert all(is_as_expected(row, each) for each in threads(run, 2, row, row.right))
+    assert [*threads(run_audited, 2, row, row.right)] == ["", ""]
