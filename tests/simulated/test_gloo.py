@@ -307,7 +307,7 @@ def _extremes() -> Tensors:
             part = torch.zeros(numel)
             whole = _with_nan(size * numel, 2)
             _single("reduce_scatter_single", "reduce_scatter_tensor", part, whole, op)
-            dist.reduce_scatter(other := torch.zeros(numel), list(whole.split(numel)), op)
+            dist.reduce_scatter(other := torch.zeros(numel), list(torch.split(whole, numel)), op)
             found += [everywhere, part, other]
             found += [on_last] if dist.get_rank() == size - 1 else []
     dist.all_reduce(long := _with_nan(700_000, 3), dist.ReduceOp.MAX)  # several messages

@@ -360,12 +360,13 @@ class SimulatedGroup(_ProcessGroup):
     def _rows(self, tensors: Tensors) -> list[Tensors]:
         """Cut each tensor into one row for each rank."""
         count = len(self._everybody)
+        plain = [tensor.detach() for tensor in tensors]
         return _by_rank(
             [
-                list(
-                    each.view(count, -1) if each.is_contiguous() else each.unflatten(0, (count, -1))
-                )
-                for each in (tensor.detach() for tensor in tensors)
+                list(each.view(count, -1))
+                if each.is_contiguous()
+                else torch.tensor_split(each, count)
+                for each in plain
             ]
         )
 
