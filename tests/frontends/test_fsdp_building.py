@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,6 +87,39 @@ def test_all_ranks_get_rank_0s_parameters_and_buffers(rank: int, world_size: int
     if rank == 1:
         row = different.head.weight.to_local()
         assert not torch.equal(row, expected.head.weight[3:]), "without it every rank has its own"
+
+
+class Oddities(nn.Module):
+    """Parameters and buffers in memory orders and dtypes that process groups do not send."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        rows = torch.arange(24.0).view(6, 4) + 100 * rank
+        by_columns = rows.t().contiguous().t()
+        self.by_columns = nn.Parameter(by_columns if rank else rows)
+        self.register_buffer("images", rows.view(1, 2, 3, 4).to(memory_format=torch.channels_last))
+        self.register_buffer("column", rows.clone()[:, 1])
+        self.register_buffer("expanded", rows[:1].clone().expand(3, 4))
+        self.register_buffer("conjugate", torch.complex(rows, rows + 1).conj())
+        self.register_buffer("short", rows.to(torch.int16))
+        self.register_buffer("float8", rows.to(torch.float8_e4m3fn))
+        self.register_buffer("flag", torch.tensor(rank == 0))
+
+
+def _states_of_oddities(rank: int, world_size: int) -> None:
+    model = Oddities(rank)
+    FullyShardedDataParallel(model, sync_module_states=True)
+    for name, expected in Oddities(0).state_dict().items():
+        found = model.state_dict()[name]
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.equal(found.to(torch.complex64), expected.to(torch.complex64)), name
+    beside = model.column._base
+    assert beside is not None
+    assert beside[:, 0].tolist() == (torch.arange(0.0, 24, 4) + 100 * rank).tolist()
+
+
+def test_states_in_any_memory_order_and_dtype_are_rank_0s(ranks: Callable[..., Any]) -> None:
+    ranks(_states_of_oddities, 2)
 
 
 @on_threads(2)

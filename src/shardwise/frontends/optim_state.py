@@ -40,6 +40,7 @@ from shardwise.frontends.summon import is_first
 from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
+from shardwise.transport.buckets import as_sendable
 
 StateDict = dict[str, Any]
 
@@ -364,8 +365,8 @@ def _load_from_first_rank(
         if not isinstance(value, torch.Tensor):
             return value
         mine = tensors.popleft() if tensors else torch.empty(value.shape, dtype=value.dtype)
-        tensor = mine.to(device, copy=True).contiguous()
-        dist.broadcast(tensor, source, group=group)
+        tensor = mine.to(device, copy=True).resolve_conj().resolve_neg().contiguous()
+        dist.broadcast(as_sendable(tensor), source, group=group)
         return tensor.cpu()
 
     return _load_by_name(model, optim, sent[0], settings, keys, receive)

@@ -26,6 +26,7 @@ from shardwise.frontends.state_dict import WrapperModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import state_of
+from shardwise.transport.buckets import as_sendable
 from shardwise.transport.peers import Peers
 
 #: Called with a module, to move its own tensors to a device and initialize them.
@@ -246,14 +247,17 @@ def broadcast_states(
             taken = isinstance(tensor, nn.Parameter) and form_of(tensor) is not None
             if tensor not in ignored and not isinstance(tensor, DTensor) and not taken:
                 tensors[tensor] = None
-    sent = [tensor.detach().to(device) for tensor in tensors]
+    held = [tensor.detach() for tensor in tensors]
+    sent = [each.to(device).resolve_conj().resolve_neg().contiguous() for each in held]
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
         with Peers(group).collective("the broadcast of module states"):
-            c10d.broadcast_all(sent, group)
-    for tensor, value in zip(tensors, sent, strict=True):
-        if tensor.device != device:
-            tensor.detach().copy_(value)
+            c10d.broadcast_all([as_sendable(value) for value in sent], group)
+    for tensor, value in zip(held, sent, strict=True):
+        if value is not tensor:
+            # Each place in memory once: several elements of what was expanded share one.
+            once = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+            tensor[once].copy_(value[once])
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
+from shardwise.insight.simulated.gloo import Extreme, Memory, check, is_dense, order_of
 from shardwise.insight.simulated.turns import RankTurns
 from shardwise.transport.base import NO_LABEL, Label
 
@@ -32,8 +34,8 @@ _REDUCTIONS: dict[str, Reduction] = {
     "AVG": lambda parts: functools.reduce(torch.add, parts) / len(parts),
     "SUM": functools.partial(functools.reduce, torch.add),
     "PRODUCT": functools.partial(functools.reduce, torch.mul),
-    "MIN": functools.partial(functools.reduce, torch.minimum),
-    "MAX": functools.partial(functools.reduce, torch.maximum),
+    "MIN": Extreme(torch.gt),
+    "MAX": Extreme(torch.lt),
     "BAND": functools.partial(functools.reduce, torch.bitwise_and),
     "BOR": functools.partial(functools.reduce, torch.bitwise_or),
     "BXOR": functools.partial(functools.reduce, torch.bitwise_xor),
@@ -45,7 +47,8 @@ class SimulatedWork(dist.Work):
 
     Args:
         name: of the collective, with its reduction.
-        alike: tensors whose sizes have to be equal on all ranks.
+        alike: tensors whose sizes and dtypes have to be equal on all ranks.
+        memory: which layouts they may have.
         parts: by rank, what this one has for it.
         into: where this one puts what it gets, from one rank after the other, or the reductions.
         sources: whom it gets that from.
@@ -73,10 +76,14 @@ class SimulatedWork(dist.Work):
         sources: Sequence[int] = (),
         reduction: Reduction | None = None,
         label: Label = NO_LABEL,
+        memory: Memory = Memory.ANY,
     ) -> None:
         super().__init__()
         self.call = f"{name} of {label.name}" if label.name else name
-        self.sizes = [(each.numel(), each.dtype) for each in alike]
+        is_ordered = memory is Memory.DENSE
+        self.sizes = [
+            (each.numel(), each.dtype, order_of(each) if is_ordered else ()) for each in alike
+        ]
         self.parts = parts
         self.into = into
         self.sources = sources
@@ -87,7 +94,11 @@ class SimulatedWork(dist.Work):
 
     def in_words(self) -> str:
         """Say what it is, and of what."""
-        sizes = (f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in self.sizes)
+        sizes = (
+            f"{numel} {str(dtype).removeprefix('torch.')}"
+            + (f" of shape {order[0]} with strides {order[1]}" if order else "")
+            for numel, dtype, order in self.sizes
+        )
         return f"{self.call} of {self.detail.replace(chr(10), ', ') or ', '.join(sizes)}"
 
     def wait(self, timeout: object = None) -> bool:
@@ -163,7 +174,7 @@ class Channel:
             )
         elif len(here) == len(self.members):
             try:
-                _exchange([here[each] for each in range(len(here))])
+                _exchange([here[each] for each in range(len(here))], self.members)
             except Exception as error:
                 failure = error
         if failure is not None or len(here) == len(self.members):
@@ -193,8 +204,16 @@ class Channel:
 
 
 @torch.no_grad()
-def _exchange(ranks: Sequence[SimulatedWork]) -> None:
-    """Let all ranks have what they get. What is read and written may be the same tensors."""
+def _exchange(ranks: Sequence[SimulatedWork], members: Sequence[int]) -> None:
+    """Let all ranks have what they get. What is read and written may be the same tensors.
+
+    Args:
+        ranks: what each has and gets.
+        members: their ranks in the world.
+
+    Raises:
+        ValueError: a rank expects other dtypes or sizes than it gets.
+    """
     device = devices.accelerator()
     if device is not None:  # where each rank may have streams of its own
         devices.synchronize(device)
@@ -202,6 +221,7 @@ def _exchange(ranks: Sequence[SimulatedWork]) -> None:
     results: list[Tensors] = []
     for rank, mine in enumerate(ranks):
         parts = [ranks[source].parts[rank] for source in mine.sources]
+        _check_fit(mine, parts, rank, members)
         if mine.reduction is None:
             results.append([*chain.from_iterable(parts)])
             continue
@@ -212,9 +232,32 @@ def _exchange(ranks: Sequence[SimulatedWork]) -> None:
     for mine, found in zip(ranks, results, strict=True):
         for one, other in zip(found, mine.into, strict=True):
             if one.data_ptr() != other.data_ptr():
-                other.copy_(one if one.shape == other.shape else one.view(other.shape))
+                other.copy_(one if one.shape == other.shape else one.reshape(other.shape))
     if device is not None:
         devices.synchronize(device)
+
+
+def _check_fit(
+    mine: SimulatedWork, parts: Sequence[Tensors], rank: int, members: Sequence[int]
+) -> None:
+    """Check that a rank has room of the same dtypes and sizes for what it gets."""
+    if mine.reduction is None:
+        pairs = list(zip(chain.from_iterable(parts), mine.into, strict=True))
+        sources = [source for source, part in zip(mine.sources, parts, strict=True) for _ in part]
+    else:
+        pairs = list(zip(parts[0] if parts else (), mine.into, strict=True))
+        sources = [mine.sources[0]] * len(pairs) if pairs else []
+    for source, (one, other) in zip(sources, pairs, strict=True):
+        if (one.dtype, one.numel()) != (other.dtype, other.numel()):
+            raise ValueError(
+                f"{mine.call}: rank {members[source]} gives {_size(one)}, for which rank "
+                f"{members[rank]} has a tensor of {_size(other)}. gloo moves bytes and converts "
+                "nothing: use the same number and dtype on both sides"
+            )
+
+
+def _size(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _by_rank(tensors: Sequence[Tensors]) -> list[Tensors]:
@@ -271,21 +314,45 @@ class SimulatedGroup(_ProcessGroup):
         into: Tensors,
         *root: int,
         reduction: Reduction | None = None,
+        memory: Memory = Memory.ANY,
     ) -> SimulatedWork:
         """Take part, with what one rank gets from the root; or from all, if there is none."""
+        self._check(name, alike, memory)
         sources = root or (self._everybody if into else ())
-        work = SimulatedWork(name, alike, parts, into, sources, reduction, self.label)
+        work = SimulatedWork(name, alike, parts, into, sources, reduction, self.label, memory)
         return self.channel.post(self._place, work)
 
+    def _check(self, name: str, tensors: Tensors, memory: Memory) -> None:
+        """Check what this rank hands to a collective."""
+        check(self.channel.members[self._place], name, tensors, memory)
+
     def _reduce(
-        self, name: str, opts: Any, parts: Sequence[Tensors], into: Tensors
+        self,
+        name: str,
+        opts: Any,
+        alike: Tensors,
+        parts: Sequence[Tensors],
+        into: Tensors,
+        *,
+        memory: Memory = Memory.DENSE,
+        chunks: int = 1,
     ) -> SimulatedWork:
-        """Reduce ``parts``, of which each rank has one."""
+        """Reduce ``parts``, of which each rank has one: one of so many chunks of a message."""
         kind = getattr(opts.reduceOp, "op", opts.reduceOp).name
         if kind not in _REDUCTIONS:
             raise NotImplementedError(f"{name} with ReduceOp.{kind} is not simulated")
         reduction = _REDUCTIONS[kind]
-        return self._post(f"{name} {kind}", parts[0], parts, into, reduction=reduction)
+        whole = [
+            each.dtype for each in alike if not (each.is_floating_point() or each.is_complex())
+        ]
+        if kind == "AVG" and whole:
+            raise TypeError(
+                f"rank {self.channel.members[self._place]}, {name} AVG: found {whole[0]}, expected "
+                "floating-point values. gloo averages no others: use SUM, and divide"
+            )
+        if isinstance(reduction, Extreme) and chunks > 1:
+            reduction = replace(reduction, chunk=self._place, chunks=chunks)
+        return self._post(f"{name} {kind}", alike, parts, into, reduction=reduction, memory=memory)
 
     def _for_all(self, tensors: Tensors) -> list[Tensors]:
         return [tensors] * len(self._everybody)
@@ -293,27 +360,37 @@ class SimulatedGroup(_ProcessGroup):
     def _rows(self, tensors: Tensors) -> list[Tensors]:
         """Cut each tensor into one row for each rank."""
         count = len(self._everybody)
-        return _by_rank([list(each.detach().view(count, -1)) for each in tensors])
+        plain = [tensor.detach() for tensor in tensors]
+        return _by_rank(
+            [
+                list(each.view(count, -1))
+                if each.is_contiguous()
+                else torch.tensor_split(each, count)
+                for each in plain
+            ]
+        )
 
     # -- one for all, all for one ---------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimulatedWork:
         """Reduce tensors in place."""
         opts = opts or SimpleNamespace(reduceOp=dist.ReduceOp.SUM)
-        return self._reduce("all-reduce", opts, self._for_all(tensors), tensors)
+        return self._reduce("all-reduce", opts, tensors, self._for_all(tensors), tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         """Reduce tensors on one rank."""
         into = tensors if opts.rootRank == self._place else ()
-        return self._reduce("reduce", opts, self._for_all(tensors), into)
+        return self._reduce("reduce", opts, tensors, self._for_all(tensors), into)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         """Give tensors of one rank to all."""
         root = opts.rootRank
         parts = self._for_all(tensors)
-        return self._post(f"broadcast from {root}", tensors, parts, tensors, root)
+        return self._post(
+            f"broadcast from {root}", tensors, parts, tensors, root, memory=Memory.DENSE
+        )
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         """Wait for all."""
@@ -349,14 +426,20 @@ class SimulatedGroup(_ProcessGroup):
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SimulatedWork:
         """Scatter tensors of one rank."""
-        root = opts.rootRank
-        return self._post(f"scatter from {root}", outputs, _by_rank(inputs), outputs, root)
+        root, name = opts.rootRank, f"scatter from {opts.rootRank}"
+        self._check(name, [*chain.from_iterable(inputs)], Memory.CONTIGUOUS)
+        parts = _by_rank(inputs)
+        return self._post(name, outputs, parts, outputs, root, memory=Memory.CONTIGUOUS)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> SimulatedWork:
-        """Reduce tensors, of which each rank gets one."""
-        return self._reduce("reduce-scatter", opts, _by_rank(inputs), outputs)
+        """Reduce tensors, of which each rank gets one; gloo copies inputs that have gaps."""
+        name, given = "reduce-scatter", [*chain.from_iterable(inputs)]
+        self._check(name, [each for each in given if is_dense(each)], Memory.CONTIGUOUS)
+        self._check(name, outputs, Memory.CONTIGUOUS)
+        parts = _by_rank(inputs)
+        return self._reduce(name, opts, parts[0], parts, outputs, memory=Memory.ANY)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any
@@ -367,9 +450,10 @@ class SimulatedGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> SimulatedWork:
-        """Reduce tensors, of each of which each rank gets a part."""
-        parts = self._rows([each.contiguous() for each in inputs])
-        return self._reduce("reduce-scatter", opts, parts, outputs)
+        """Reduce tensors, of each of which each rank gets a part; gloo copies those with gaps."""
+        given = [each if is_dense(each) else each.contiguous() for each in inputs]
+        parts, chunks = self._rows([each.contiguous() for each in inputs]), len(self._everybody)
+        return self._reduce("reduce-scatter", opts, given, parts, outputs, chunks=chunks)
 
     # -- each for each --------------------------------------------------------------------------
 
@@ -387,6 +471,7 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Give each rank some rows of one tensor."""
         count = len(self._everybody)
+        self._check("all-to-all", [output, given], Memory.CONTIGUOUS)
 
         def rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
             even = [len(tensor) // count] * count
@@ -396,12 +481,14 @@ class SimulatedGroup(_ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int) -> SimulatedWork:
         """Send tensors to a rank of the group; they leave at once."""
+        self._check("send", tensors, Memory.CONTIGUOUS)
         sent = SimulatedWork("message", parts=[(), [each.detach().clone() for each in tensors]])
         sent.is_over = True
         return self.channel.messages(self._place, to, tag).post(0, sent)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> SimulatedWork:
         """Receive tensors from a rank of the group."""
+        self._check("recv", tensors, Memory.CONTIGUOUS)
         awaited = SimulatedWork("message", into=tensors, sources=[0])
         awaited.sender = source
         return self.channel.messages(source, self._place, tag).post(1, awaited)
