@@ -54,7 +54,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     assert isinstance(train.optimizer, OptimizerConfig)
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
-    introduction = _notes(config, vocabulary, model)
+    introduction: list[tuple[str, object]] = [*_notes(config, vocabulary, model)]
     data = open_data(inputs.text, vocabulary, config, place)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)

@@ -297,7 +297,7 @@ class Task:
         span: how long the training is, now that the data are open; None: as the inputs say.
         position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
-        introduction: more of the first lines, each a label and a text.
+        introduction: more of the first lines, each a label and what it shows as text.
         after_step: makes equal on all ranks what is not sharded.
         close: called after the last batch, or when training failed: stops reading ahead.
         base: where the frozen parameters are from, which checkpoints leave out; None: they hold all
@@ -325,7 +325,7 @@ class Task:
     span: TrainingSpan | None = None
     position: Resumable | None = None
     example: str
-    introduction: Sequence[tuple[str, str]] = ()
+    introduction: Sequence[tuple[str, object]] = ()
     after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
     base: str | None = None
