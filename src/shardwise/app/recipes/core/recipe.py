@@ -221,7 +221,7 @@ class Example:
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
         gathers: says how often parameters that stay in memory after forward are gathered, from the
-            model, whether the strategy frees them there, and how many bytes each rank has free.
+            model, ``reshard_after_forward`` of the strategy, and the bytes that each rank has free.
             Those that are gathered once in a step stay whatever the strategy says.
         after_step: what is called with the model after each step.
     """
@@ -229,7 +229,7 @@ class Example:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
-    gathers: Callable[[nn.Module, bool, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
+    gathers: Callable[[nn.Module, bool | int, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
     after_step: Callable[[nn.Module], None] = lambda model: None
 
 
