@@ -177,6 +177,11 @@ def test_places_that_are_none_are_refused(given: dict[str, Any], message: str) -
         _rehearse("dp=2", **given)
 
 
+def test_steps_in_backward_need_an_optimizer() -> None:
+    with pytest.raises(SettingsError, match=r"^stepping: found in-backward without an optimizer"):
+        _rehearse("dp=2", stepping=Stepping.IN_BACKWARD, optimizer="none")
+
+
 def test_what_a_step_allocates_is_freed_in_it() -> None:
     log = _shared("dp=2")
     changes = [event for event in log.events if isinstance(event, Change)]

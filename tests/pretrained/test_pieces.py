@@ -15,7 +15,7 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.hf import HfSource
 from shardwise.checkpoint.formats.source import ReadWindow
-from shardwise.frontends.pretrained.filling import Pieced
+from shardwise.frontends.pretrained.pieced import Pieced
 
 SHAPE = (4, 6, 8)
 
@@ -75,6 +75,22 @@ CALLS = {
 def test_functions_are_those_of_torch(source: HfSource, call: Any) -> None:
     pieced, full = _inputs(source)
     _check(source, call(pieced), call(full))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_what_is_written_back_is_found_again(source: HfSource, call: Any) -> None:
+    pieced, full = _inputs(source)
+    made, changed = call(pieced), call(full) + 100
+    written = [each.clone() for each in full]
+    for at, tensor in enumerate(written):
+        path = ("model", str(at))
+        for box in _boxes(tensor.shape):
+            into = narrow(full[at], box).clone()
+            made.write(changed, path, box, into)
+            narrow(tensor, box).copy_(into)
+    assert torch.equal(call(written), changed)
+    untouched = sum(int((a == b).sum()) for a, b in zip(written, full, strict=True))
+    assert untouched == 4 * full[0].numel() - changed.numel()
 
 
 def test_any_chain_of_functions_is_that_of_torch(source: HfSource) -> None:

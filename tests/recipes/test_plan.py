@@ -120,6 +120,7 @@ def test_settings_are_those_of_the_training(train: TrainConfig, expected: dict[s
     settings = settings_for(train, RECIPES["mnist"].example(), TWO)
     assert {name: getattr(settings, name) for name in expected} == expected
     assert settings.world.size == 2
+    json.dumps(settings.to_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize(

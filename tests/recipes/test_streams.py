@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from shardwise.app.recipes.text.batches import validation_tokens
 from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer
 from shardwise.app.recipes.text.documents import (
+    Dealing,
     StreamSource,
     find_documents,
     is_streamed,
@@ -137,7 +139,7 @@ def test_a_folder_as_the_hub_has_them_brings_its_own_validation(tmp_path: Path) 
 @pytest.mark.parametrize("streams", [4, 6])  # with files of their own; taking turns in all files
 def test_no_two_streams_have_a_document_in_common(corpus: Path, streams: int) -> None:
     source = source_of(corpus)
-    assert source.dealt_by_file(streams) == (streams == 4)
+    assert source.dealing(streams) is (Dealing.BY_FILE if streams == 4 else Dealing.BY_DOCUMENT)
     seen: Counter[str] = Counter()
     for number in range(streams):
         one = batches(source, 0, 1, streams)
@@ -145,6 +147,65 @@ def test_no_two_streams_have_a_document_in_common(corpus: Path, streams: int) ->
         seen.update(set(documents_in(rows)))
     assert len(seen) > 200
     assert max(seen.values()) == 1
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four files for four streams, one of them ten times as large as each other."""
+    folder = tmp_path_factory.mktemp("uneven")
+    for number, (first, last) in enumerate([(0, 200), (200, 220), (220, 240), (240, 260)]):
+        write_jsonl(folder / f"{number}.jsonl", texts(260)[first:last])
+    return folder
+
+
+def test_every_document_comes_as_often_however_large_its_file_is(uneven: Path) -> None:
+    source = source_of(uneven)
+    assert source.dealing(4) is Dealing.BY_DOCUMENT
+    one = batches(source, 0, 1, 4)
+    assert str(one) == "4 streams, dealt out by document"
+    seen: Counter[str] = Counter()
+    for number in range(4):
+        rows = [one.batch(number + 4 * i, 1)[0].tolist() for i in range(700)]
+        seen.update(documents_in(rows))
+    assert len(seen) > 200
+    assert 2 <= min(seen.values()) <= max(seen.values()) <= min(seen.values()) + 2
+
+
+def test_documents_that_are_dealt_out_one_by_one_go_on_exactly_in_every_world(uneven: Path) -> None:
+    source = source_of(uneven)
+    whole = Ranks(source, 1, 4)
+    expected = [whole.step(position, 12) for position in range(0, 120, 12)]
+    first = Ranks(source, 2, 4)
+    assert [first.step(position, 12) for position in range(0, 60, 12)] == expected[:5]
+    second = Ranks(source, 3, None)
+    second.load(first.state())
+    assert [second.step(position, 12) for position in range(60, 120, 12)] == expected[5:]
+
+
+def test_a_run_that_dealt_out_uneven_files_goes_on_so_and_says_it(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(uneven)
+    with monkeypatch.context() as before:
+        before.setattr("shardwise.app.recipes.text.documents.EVEN", 100)
+        whole = Ranks(source, 1, 4)
+    expected = [whole.step(position, 4) for position in range(0, 80, 4)]
+    with monkeypatch.context() as before:
+        before.setattr("shardwise.app.recipes.text.documents.EVEN", 100)
+        first = Ranks(source, 1, 4)
+    assert [first.step(position, 4) for position in range(0, 40, 4)] == expected[:10]
+    state = first.state()
+    assert state.pop("dealt") == "by file"  # of which older checkpoints say nothing
+    second = Ranks(source, 1, None)
+    second.load(state)
+    assert [second.step(position, 4) for position in range(40, 80, 4)] == expected[10:]
+    assert re.fullmatch(
+        r"4 streams, dealt out by file as the run began: the largest stream has (9|1\d)\.\d times "
+        "as much as the smallest, whose documents come that many times as often",
+        str(second.all[0]),
+    )
+    with pytest.raises(CheckpointError, match=r"found 'by size' as extra\.data\.dealt"):
+        second.load({**state, "dealt": "by size"})
 
 
 def test_a_step_has_the_same_examples_in_every_world(corpus: Path) -> None:
@@ -316,7 +377,7 @@ def test_what_is_wrong_with_a_source_is_one_line(
     assert "--tokenizer: found no/such" in message(lambda: Tokenizer("no/such"))
     one = batches(source_of(few), 0, 1, 2)
     with pytest.raises(OptionError, match="--streams: found 2, expected 8, as the run began"):
-        one.load_state({"streams": 8}, Path("checkpoint"))
+        one.load_state({"streams": 8, "dealt": "by file"}, Path("checkpoint"))
 
 
 def test_bytes_of_files_stay_what_they_were(tmp_path: Path) -> None:

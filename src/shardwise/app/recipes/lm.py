@@ -54,7 +54,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     assert isinstance(train.optimizer, OptimizerConfig)
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
-    introduction = _notes(config, vocabulary, model)
+    introduction: list[tuple[str, object]] = [*_notes(config, vocabulary, model)]
     data = open_data(inputs.text, vocabulary, config, place)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
@@ -204,12 +204,12 @@ def example(config: LmConfig) -> Example:
     def batch(count: int) -> torch.Tensor:
         return torch.zeros(count, config.seq_length + 1, dtype=torch.long)
 
-    def gathers(model: nn.Module, frees: bool, free: int) -> Gathers:
+    def gathers(model: nn.Module, reshard_after_forward: bool | int, free: int) -> Gathers:
         if config.lora is None:
             return Gathers.EVERY_MICROBATCH
         needed = frozen_bytes(model, config.train.sharding.compute_dtype)
-        kept = not frees or (config.frozen or allowed(needed, free)) is Frozen.KEEP
-        return Gathers.EVERY_STEP if kept else Gathers.EVERY_MICROBATCH
+        how = (config.frozen or allowed(needed, free)) if reshard_after_forward else Frozen.KEEP
+        return Gathers.EVERY_STEP if how is Frozen.KEEP else Gathers.EVERY_MICROBATCH
 
     return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, gathers=gathers)
 

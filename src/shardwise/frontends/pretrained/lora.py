@@ -85,10 +85,11 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
         try:
             adapted: PeftModel = opening.with_adapters(model, config, "config")
         except ValueError as error:
-            if fused is None or not getattr(config, "lora_dropout", 0.0):
+            dropout = getattr(config, "lora_dropout", 0.0)
+            if fused is None or not dropout:
                 raise
             raise ValueError(
-                f"config: found lora_dropout={config.lora_dropout} in a model with {fused}, "
+                f"config: found lora_dropout={dropout} in a model with {fused}, "
                 "expected 0: adapters on parameters that are no layers cannot drop their inputs "
                 f"({one_line(error)})"
             ) from error
@@ -342,9 +343,9 @@ class MergedAdapters:
         self._model = model
         self._adapter = active_adapter(model)
         config = copy.copy(model.peft_config[self._adapter])
-        if getattr(config, "layer_replication", None):
+        if replicated := getattr(config, "layer_replication", None):
             raise CheckpointError(
-                f"layer_replication: found {config.layer_replication}, expected none: the merged "
+                f"layer_replication: found {replicated}, expected none: the merged "
                 "model has other layers than its base; publish the adapters alone"
             )
         # Copies that are trained in full count only as the active adapter has them: see _replaced.

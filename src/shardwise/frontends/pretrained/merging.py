@@ -160,8 +160,8 @@ class MergedSource(Source):
             raise CheckpointError(str(error)) from error
         ties = {name: {*names} - {name} for name, names in ties_of(model).items()}
         ends = _ends(model)
-        self._plan = plan_filling(hf.Conversions(model, model.state_dict().keys()), base)
-        stored = dict(self._plan.direct)
+        plan = plan_filling(hf.Conversions(model, model.state_dict().keys()), base)
+        stored = dict(plan.direct)
         for name in ties.keys() - stored.keys():
             for other in sorted(ties[name] & stored.keys()):
                 stored[name] = stored[other]
@@ -170,7 +170,7 @@ class MergedSource(Source):
         self._names = {
             path: name for name, path in stored.items() if stored.get(dotted(path[1:])) != path
         }
-        converted = ConvertedSource(base, self._plan)
+        converted = ConvertedSource(base, plan)
         adapted = _adapted(model, adapters)
         self._changed, self._replaced = _plan(adapted, values, base, stored, converted)
         # Tensors of the files that are parts of those that the adapters change.

@@ -118,8 +118,8 @@ class PlannedStep(StepConfig):
         image_size: height and width of an image; ``None``: as the model's configuration says.
         optimizer: ``"adamw"`` or another name that ``shardwise plan --help`` lists, or a function
             from parameters to an optimizer.
-        clip_grad: the largest norm of the gradients; 0: no clipping; ``math.inf``: none either, but
-            the norm is computed, as in trainings of ``shardwise train``.
+        clip_grad: the largest norm of the gradients; 0: none is computed; ``math.inf``: it is
+            computed, as by ``shardwise train`` without clipping.
         batch: makes a microbatch of n samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
@@ -143,7 +143,7 @@ class PlannedStep(StepConfig):
     )
     clip_grad: Annotated[float, Bounds(least=0, most=math.inf)] = setting(
         1.0,
-        "Maximum gradient norm; 0: no clipping; inf: the norm is computed alone.",
+        "Maximum gradient norm; 0: none is computed; inf: it is, without clipping.",
         TRAINING,
     )
     batch: str | Callable[[int], Any] | None = setting(

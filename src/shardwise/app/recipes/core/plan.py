@@ -81,10 +81,9 @@ def plan_training(
     free = devices.free_memory(device)
     if device.type == devices.CPU.type:
         free //= world.local_size
-    frees = bool(settings.sharding.reshard_after_forward)
-    gathers = example.gathers(blueprint.model, frees, free)
-    settings = replace(settings, gathers=gathers)
-    if frees and gathers is Gathers.EVERY_STEP:
+    reshards = settings.sharding.reshard_after_forward
+    settings = replace(settings, gathers=example.gathers(blueprint.model, reshards, free))
+    if reshards and settings.gathers is Gathers.EVERY_STEP:
         settings = replace(settings, reshard_after_forward=False)
     available = None
     if machine is None and device.type != devices.CPU.type:

@@ -221,7 +221,7 @@ class Example:
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
         gathers: says how often parameters that stay in memory after forward are gathered, from the
-            model, whether the strategy frees them there, and how many bytes each rank has free.
+            model, ``reshard_after_forward`` of the strategy, and the bytes that each rank has free.
             Those that are gathered once in a step stay whatever the strategy says.
         after_step: what is called with the model after each step.
     """
@@ -229,7 +229,7 @@ class Example:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
-    gathers: Callable[[nn.Module, bool, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
+    gathers: Callable[[nn.Module, bool | int, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
     after_step: Callable[[nn.Module], None] = lambda model: None
 
 
@@ -297,7 +297,7 @@ class Task:
         span: how long the training is, now that the data are open; None: as the inputs say.
         position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
-        introduction: more of the first lines, each a label and a text.
+        introduction: more of the first lines, each a label and what it shows as text.
         after_step: makes equal on all ranks what is not sharded.
         close: called after the last batch, or when training failed: stops reading ahead.
         base: where the frozen parameters are from, which checkpoints leave out; None: they hold all
@@ -325,7 +325,7 @@ class Task:
     span: TrainingSpan | None = None
     position: Resumable | None = None
     example: str
-    introduction: Sequence[tuple[str, str]] = ()
+    introduction: Sequence[tuple[str, object]] = ()
     after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
     base: str | None = None

@@ -32,6 +32,7 @@ from shardwise.transport.peers import Peers
 if TYPE_CHECKING:
     from shardwise.app.recipes.text.chat import ChatData, ChatLines
     from shardwise.app.recipes.text.documents import Documents, StreamSource
+    from shardwise.app.recipes.text.streams import StreamBatches
 
 VALIDATION_SEQUENCES = 64
 
@@ -105,7 +106,7 @@ class LmData:
     Attributes:
         batches: to train on.
         evaluation: for a model, what evaluates it.
-        summary: for people: how much there is.
+        summary: for people, as text, once the run has begun: how much there is.
         notes: for people: what is not as they may expect; empty: nothing.
         loss: of a model on a batch: the mean over its tokens; or the sum, if targets are counted.
         targets: counts the targets of a batch; None: all batches have the same number.
@@ -116,7 +117,7 @@ class LmData:
 
     batches: Data
     evaluation: Callable[[nn.Module], Evaluate]
-    summary: str
+    summary: object
     notes: str = ""
     loss: Callable[[nn.Module, Any], torch.Tensor] = next_token_loss
     targets: Callable[[Any], int] | None = None
@@ -173,11 +174,9 @@ def _open_documents(
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
     streams = StreamBatches(source, vocabulary, length, config.streams, place.readers, shuffle)
-    dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
     order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
-    summary = (
-        f"{text.summary} in {streams.streams} streams, dealt out {dealt}{order}; "
-        f"{brief(len(held))} tokens for validation; "
+    rest = (
+        f"{order}; {brief(len(held))} tokens for validation; "
         f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
     )
     # Local files are read by the cores that train: there is no waiting to hide, and threads that
@@ -190,10 +189,22 @@ def _open_documents(
         evaluation=lambda model: loss_on_tokens(
             model, lambda at, count: held[at : at + count], len(held), config, place
         ),
-        summary=summary,
+        summary=_OfStreams(text.summary, streams, rest),
         position=batches,
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
     )
+
+
+@dataclass(frozen=True)
+class _OfStreams:
+    """A summary of documents in streams: how many, only a checkpoint may say."""
+
+    documents: str
+    streams: StreamBatches
+    rest: str
+
+    def __str__(self) -> str:
+        return f"{self.documents} in {self.streams}{self.rest}"
 
 
 def _open_chats(

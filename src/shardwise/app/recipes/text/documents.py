@@ -17,6 +17,7 @@ retries are turned off here, and the dataset is opened again after the last row 
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import re
 import time
@@ -145,6 +146,16 @@ def _kind(file: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
+class Dealing(enum.Enum):
+    """How the documents of a source are dealt out to streams."""
+
+    BY_FILE = "by file"  # each stream has files of its own
+    BY_DOCUMENT = "by document"  # each reads all files, and takes every n-th document
+
+
+EVEN = 1.1  # times as much as the smallest stream, that the largest may have of files of its own
+
+
 class StreamSource:
     """A dataset, opened for streaming.
 
@@ -159,7 +170,7 @@ class StreamSource:
         self._documents = documents
         #: The commit of the hub at which the dataset is read; None: local files or folders.
         self.commit: str | None
-        splits, self.commit = _load(documents)
+        splits, self.commit, self._sizes = _load(documents)
         self._train: Any = splits["train"]
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
@@ -199,14 +210,43 @@ class StreamSource:
         """Whether one document in 20 is for validation: the source has no split for it."""
         return self._validation is None and self._documents.validation is None
 
-    def dealt_by_file(self, streams: int) -> bool:
-        """Whether each stream has files of its own; if not, each reads all and takes some."""
-        return bool(self._train.num_shards % streams == 0)
+    def dealing(self, streams: int) -> Dealing:
+        """How documents are dealt out: by file if the streams have about as much each.
 
-    def part(self, stream: int, streams: int) -> Any:
-        """Return the dataset of one stream, from its beginning."""
+        Streams take turns, so those that have less would give their documents more often.
+        """
+        uneven = self.unevenness(streams)
+        return Dealing.BY_DOCUMENT if uneven is None or uneven > EVEN else Dealing.BY_FILE
+
+    def unevenness(self, streams: int) -> float | None:
+        """How many times as much the largest stream has as the smallest, if files are dealt out.
+
+        1 where sizes are not known: of a dataset of the hub. ``None``: the files cannot be dealt
+        out, for they are no multiple of the streams.
+        """
+        if self._train.num_shards % streams:
+            return None
+        if len(self._sizes) != self._train.num_shards:
+            return 1.0
+        parts = [sum(self._sizes[stream::streams]) for stream in range(streams)]
+        return max(parts) / max(1, min(parts))
+
+    def part(self, stream: int, streams: int, dealing: Dealing | None = None) -> Any:
+        """Return the dataset of one stream, from its beginning.
+
+        Args:
+            stream: which one.
+            streams: how many there are.
+            dealing: how documents are dealt out; ``None``: as :meth:`dealing` says.
+        """
         from datasets.distributed import split_dataset_by_node
 
+        dealing = self.dealing(streams) if dealing is None else dealing
+        if dealing is Dealing.BY_DOCUMENT and self._train.num_shards % streams == 0:
+            # Where split_dataset_by_node would deal out files.
+            return self._train.filter(
+                lambda _, number: number % streams == stream, with_indices=True
+            )
         return split_dataset_by_node(self._train, rank=stream, world_size=streams)
 
     def training_texts(self, part: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
@@ -245,8 +285,11 @@ class StreamSource:
             raise kind(f"--data: {name} cannot be read: {_line(error)}") from error
 
 
-def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
-    """Return the splits of a dataset, and the commit of the hub that they are from."""
+def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence[int]]:
+    """Return the splits of a dataset, the commit of the hub that they are from, and sizes of files.
+
+    The sizes are those of local files to train on, in bytes.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -267,8 +310,10 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
         ) from error
     if "train" not in loaded:
         raise OptionError("--data", f"{documents.name} with splits {list(loaded)}", "a split train")
-    local = documents.files or Path(documents.builder).exists()
-    return loaded, None if local else builder.hash
+    if not documents.files and not Path(documents.builder).exists():
+        return loaded, builder.hash, ()
+    files = (builder.config.data_files or {}).get("train", ())
+    return loaded, None, [Path(file).stat().st_size for file in files if Path(file).is_file()]
 
 
 def _remedy(documents: Documents, error: Exception) -> str:

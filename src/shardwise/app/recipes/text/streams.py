@@ -1,7 +1,8 @@
 """Documents as packed sequences, in an order that does not depend on the world.
 
-A source is split into a fixed number of streams, by ``datasets.split_dataset_by_node``: no two
-streams have a document in common. Each stream packs its own documents into sequences:
+A source is split into a fixed number of streams: no two streams have a document in common. Each has
+files of its own if they come out about equal (``datasets.split_dataset_by_node``); if not, each
+takes every n-th document. Each stream packs its own documents into sequences:
 
     stream 0   S a a a a S b b | b b b S c c c | ...      S: the separator in front of a document
     stream 1   S d d S e e e e | e e e e e S f | ...
@@ -41,7 +42,7 @@ from numpy.typing import NDArray
 
 from shardwise.app.recipes.core.position import permute
 from shardwise.app.recipes.text.data import Vocabulary
-from shardwise.app.recipes.text.documents import StreamSource
+from shardwise.app.recipes.text.documents import EVEN, Dealing, StreamSource
 from shardwise.base.errors import CheckpointError
 from shardwise.base.mixing import mix
 from shardwise.elastic.world import World
@@ -177,6 +178,17 @@ class StreamBatches:
         self._open: dict[int, PackedStream] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
         self.streams = self.asked or streams_for(self.world.size)
+        self.dealing = self.source.dealing(self.streams)
+
+    def __str__(self) -> str:
+        uneven = self.source.unevenness(self.streams)
+        found = f"{self.streams} streams, dealt out {self.dealing.value}"
+        if self.dealing is Dealing.BY_FILE and uneven is not None and uneven > EVEN:
+            return (
+                f"{found} as the run began: the largest stream has {uneven:.1f} times as much as "
+                "the smallest, whose documents come that many times as often"
+            )
+        return found
 
     def batch(self, position: int, count: int) -> torch.Tensor:
         """Return this rank's part of the microbatch that has ``position`` as its own first example.
@@ -193,7 +205,7 @@ class StreamBatches:
         index, number = divmod(position, self.streams)
         stream = self._open.get(number)
         if stream is None:
-            part = StreamPart(self.source, number, self.streams, epoch=0)
+            part = StreamPart(self.source, number, self.streams, 0, self.dealing)
             order = self.shuffle or ShuffleBuffer()
             stream = PackedStream(part, self._encode, self.length, order)
             if number in self._saved:
@@ -214,7 +226,7 @@ class StreamBatches:
             for n, state in self._saved.items()
             if n not in self._open and n % self.world.size == rank
         }
-        common: dict[str, Any] = {"streams": self.streams}
+        common: dict[str, Any] = {"streams": self.streams, "dealt": self.dealing.value}
         if self.source.commit is not None:
             common["commit"] = self.source.commit
         return {**common, **mine, **rest}
@@ -238,6 +250,14 @@ class StreamBatches:
         commit = state.get("commit")
         if isinstance(commit, str):
             self.source = self.source.at(commit)
+        # Without a word of it, as by all runs before there was a choice.
+        divides = self.source.unevenness(streams) is not None
+        usual = Dealing.BY_FILE if divides else Dealing.BY_DOCUMENT
+        dealt = state.get("dealt", usual.value)
+        known = {each.value: each for each in Dealing}
+        if dealt not in known or (known[dealt] is Dealing.BY_FILE and not divides):
+            raise CheckpointError(f"{where}: found {dealt!r} as extra.data.dealt")
+        self.dealing = known[dealt]
         for name, each in state.items():
             number, _, _ = name.removeprefix("stream").partition("-rank")
             if not isinstance(each, Mapping) or not number.isdecimal():
@@ -258,12 +278,14 @@ class StreamPart:
         stream: which stream, 0 .. streams - 1.
         streams: how many there are.
         epoch: how many times the stream has had all its documents.
+        dealing: how documents are dealt out; ``None``: as the source says.
     """
 
     source: StreamSource
     stream: int
     streams: int
     epoch: int
+    dealing: Dealing | None = None
 
 
 @dataclass(frozen=True)
@@ -300,7 +322,7 @@ class _InOrder:
     """
 
     def __init__(self, part: StreamPart, where: Mapping[str, Any] | None) -> None:
-        self._dataset = part.source.part(part.stream, part.streams)
+        self._dataset = part.source.part(part.stream, part.streams, part.dealing)
         self._texts: Iterator[str] = part.source.training_texts(self._dataset, where)
         self._began_at = where
 
