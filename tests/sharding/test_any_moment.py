@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -1537,3 +1538,33 @@ def test_a_module_that_is_resharded_in_its_own_forward_is_named(rank: int, world
         net(batches(world_size)[rank])
     (note,) = caught.value.__notes__
     assert note.startswith(f"blocks.1 on rank {rank}: its parameters were resharded while")
+
+
+class FusedLoss(nn.Module):
+    """Reads the weight of its head, as kernels that fuse the head with the loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.body(x), self.head.weight)
+
+
+@on_threads(2)
+def test_modules_whose_shards_another_one_reads_are_named(rank: int, world_size: int) -> None:
+    net, whole = seeded(FusedLoss), seeded(FusedLoss)
+    for module in (net.body, net.head, net):
+        fully_shard(module)
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        net(x)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"the root on rank {rank}: parameters of body, head are sharded apart")
+    assert "fully_shard([module, ...])" in note
+
+    together = seeded(FusedLoss)
+    fully_shard(together.body)
+    fully_shard(together)  # takes the head, too
+    torch.testing.assert_close(together(x), whole(x))

@@ -45,6 +45,12 @@ def _tensor_parallel_after_sharding() -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
 
 
+def _shared_module() -> None:
+    norm = nn.LayerNorm(4)
+    for _ in range(2):
+        fully_shard(nn.Sequential(norm, nn.Linear(4, 4)))
+
+
 def _absent(mesh: DeviceMesh) -> DeviceMesh:
     """``mesh`` as one of accelerators, which the ranks of a test do not have."""
     mesh._device_type = "cuda"
@@ -112,6 +118,10 @@ CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "outside in": (
         lambda: fully_shard(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[1]),
         ["weight of Linear", "in the group of Sequential already", "from the inside out"],
+    ),
+    "a module of two blocks": (
+        _shared_module,
+        ["0.weight of LayerNorm", "in the group of Sequential already", "If the module is shared"],
     ),
     "the wrong device": (
         lambda: _shard(_absent(init_mesh(dp=4))),

@@ -482,7 +482,8 @@ def parameters_of(
                     f"{fqn} of {type(module).__name__} on rank {dist.get_rank()} is in the group "
                     f"of {group} already, which fully_shard was applied to earlier; expected each "
                     "parameter in one group. Apply fully_shard from the inside out: first to this "
-                    "module, then to the one around it"
+                    "module, then to the one around it. If the module is shared, shard it first, "
+                    "or all that use it in one call: fully_shard([first, second])"
                 )
             if param not in found:
                 found[param] = (fqn, [])

@@ -30,7 +30,7 @@ from shardwise._torch import autograd, dtensor, fsdp
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.state import FSDPState
+from shardwise.sharding.state import FSDPState, groups_of
 from shardwise.sharding.states import BACKWARD, FORWARD, IDLE, REDUCED, SHARDED, Pass
 from shardwise.sharding.tree import (
     every_tensor_in,
@@ -223,14 +223,9 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     for group in state.groups:
         group.end(Activity.FORWARD)
         group.passes.end()
-        is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
-        if group.state is SHARDED and "DTensor" in str(error) and not is_named:
-            # Torch's message does not name the module.
-            error.add_note(
-                f"{group.fqn or 'the root'} on rank {dist.get_rank()}: its parameters were "
-                "resharded while its forward ran, as state_dict(), load_state_dict() and reshard() "
-                "do. Call those before or after the forward"
-            )
+    is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
+    if "DTensor" in str(error) and not is_named:  # torch's message names no module
+        _explain_shards(state, error)
     if autograd.in_backward():
         # Activation checkpointing raises to stop when it has recomputed what backward needs. After
         # a real error, the next forward resets everything.
@@ -245,6 +240,27 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
             other.phase = IDLE
             other.modules_to_run.clear()
         state.root.abort_forward()
+
+
+def _explain_shards(state: FSDPState, error: BaseException) -> None:
+    """Say why a forward has met shards."""
+    names = [group.fqn for group in state.groups]
+    where = f"{(names and names[0]) or 'the root'} on rank {dist.get_rank()}"
+    if any(group.state is SHARDED for group in state.groups):
+        error.add_note(
+            f"{where}: its parameters were resharded while its forward ran, as state_dict(), "
+            "load_state_dict() and reshard() do. Call those before or after the forward"
+        )
+        return
+    inside = dict.fromkeys(group for module in state.modules for group in groups_of(module))
+    apart = [group.fqn for group in inside if group.state is SHARDED]
+    if apart:
+        shown = ", ".join(apart[:4]) + (", ..." if len(apart) > 4 else "")
+        error.add_note(
+            f"{where}: parameters of {shown} are sharded apart, and full only while the forward of "
+            "those modules runs. If this forward reads one, shard them together: "
+            "fully_shard([module, ...]); or call the module in place of reading its parameters"
+        )
 
 
 def _prefetch_in_forward(state: FSDPState) -> None:

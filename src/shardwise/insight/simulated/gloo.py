@@ -37,7 +37,7 @@ _SEGMENT = 2**20
 Order = tuple[tuple[int, ...], ...]
 
 
-class Memory(enum.Enum):
+class MemoryFormat(enum.Enum):
     """Which layouts a collective takes."""
 
     ANY = "any"
@@ -68,7 +68,7 @@ def _wide(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(size, stride) for size, stride in pairs if size != 1] if tensor.numel() else []
 
 
-def check(rank: int, name: str, tensors: Sequence[torch.Tensor], memory: Memory) -> None:
+def check(rank: int, name: str, tensors: Sequence[torch.Tensor], memory: MemoryFormat) -> None:
     """Check what a rank hands to a collective.
 
     Args:
@@ -88,9 +88,9 @@ def check(rank: int, name: str, tensors: Sequence[torch.Tensor], memory: Memory)
                 "Send it as bytes: tensor.view(torch.uint8)"
             )
         is_taken = (
-            memory is Memory.ANY
+            memory is MemoryFormat.ANY
             or tensor.is_contiguous()
-            or (memory is Memory.DENSE and is_dense(tensor))
+            or (memory is MemoryFormat.DENSE and is_dense(tensor))
         )
         if not is_taken:
             raise ValueError(

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
-from shardwise.insight.simulated.gloo import Extreme, Memory, check, is_dense, order_of
+from shardwise.insight.simulated.gloo import Extreme, MemoryFormat, check, is_dense, order_of
 from shardwise.insight.simulated.turns import RankTurns
 from shardwise.transport.base import NO_LABEL, Label
 
@@ -76,11 +76,11 @@ class SimulatedWork(dist.Work):
         sources: Sequence[int] = (),
         reduction: Reduction | None = None,
         label: Label = NO_LABEL,
-        memory: Memory = Memory.ANY,
+        memory: MemoryFormat = MemoryFormat.ANY,
     ) -> None:
         super().__init__()
         self.call = f"{name} of {label.name}" if label.name else name
-        is_ordered = memory is Memory.DENSE
+        is_ordered = memory is MemoryFormat.DENSE
         self.sizes = [
             (each.numel(), each.dtype, order_of(each) if is_ordered else ()) for each in alike
         ]
@@ -314,7 +314,7 @@ class SimulatedGroup(_ProcessGroup):
         into: Tensors,
         *root: int,
         reduction: Reduction | None = None,
-        memory: Memory = Memory.ANY,
+        memory: MemoryFormat = MemoryFormat.ANY,
     ) -> SimulatedWork:
         """Take part, with what one rank gets from the root; or from all, if there is none."""
         self._check(name, alike, memory)
@@ -322,7 +322,7 @@ class SimulatedGroup(_ProcessGroup):
         work = SimulatedWork(name, alike, parts, into, sources, reduction, self.label, memory)
         return self.channel.post(self._place, work)
 
-    def _check(self, name: str, tensors: Tensors, memory: Memory) -> None:
+    def _check(self, name: str, tensors: Tensors, memory: MemoryFormat) -> None:
         """Check what this rank hands to a collective."""
         check(self.channel.members[self._place], name, tensors, memory)
 
@@ -334,7 +334,7 @@ class SimulatedGroup(_ProcessGroup):
         parts: Sequence[Tensors],
         into: Tensors,
         *,
-        memory: Memory = Memory.DENSE,
+        memory: MemoryFormat = MemoryFormat.DENSE,
         chunks: int = 1,
     ) -> SimulatedWork:
         """Reduce ``parts``, of which each rank has one: one of so many chunks of a message."""
@@ -389,7 +389,7 @@ class SimulatedGroup(_ProcessGroup):
         root = opts.rootRank
         parts = self._for_all(tensors)
         return self._post(
-            f"broadcast from {root}", tensors, parts, tensors, root, memory=Memory.DENSE
+            f"broadcast from {root}", tensors, parts, tensors, root, memory=MemoryFormat.DENSE
         )
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
@@ -427,19 +427,19 @@ class SimulatedGroup(_ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SimulatedWork:
         """Scatter tensors of one rank."""
         root, name = opts.rootRank, f"scatter from {opts.rootRank}"
-        self._check(name, [*chain.from_iterable(inputs)], Memory.CONTIGUOUS)
+        self._check(name, [*chain.from_iterable(inputs)], MemoryFormat.CONTIGUOUS)
         parts = _by_rank(inputs)
-        return self._post(name, outputs, parts, outputs, root, memory=Memory.CONTIGUOUS)
+        return self._post(name, outputs, parts, outputs, root, memory=MemoryFormat.CONTIGUOUS)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     ) -> SimulatedWork:
         """Reduce tensors, of which each rank gets one; gloo copies inputs that have gaps."""
         name, given = "reduce-scatter", [*chain.from_iterable(inputs)]
-        self._check(name, [each for each in given if is_dense(each)], Memory.CONTIGUOUS)
-        self._check(name, outputs, Memory.CONTIGUOUS)
+        self._check(name, [each for each in given if is_dense(each)], MemoryFormat.CONTIGUOUS)
+        self._check(name, outputs, MemoryFormat.CONTIGUOUS)
         parts = _by_rank(inputs)
-        return self._reduce(name, opts, parts[0], parts, outputs, memory=Memory.ANY)
+        return self._reduce(name, opts, parts[0], parts, outputs, memory=MemoryFormat.ANY)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any
@@ -471,7 +471,7 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Give each rank some rows of one tensor."""
         count = len(self._everybody)
-        self._check("all-to-all", [output, given], Memory.CONTIGUOUS)
+        self._check("all-to-all", [output, given], MemoryFormat.CONTIGUOUS)
 
         def rows(tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
             even = [len(tensor) // count] * count
@@ -481,14 +481,14 @@ class SimulatedGroup(_ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int) -> SimulatedWork:
         """Send tensors to a rank of the group; they leave at once."""
-        self._check("send", tensors, Memory.CONTIGUOUS)
+        self._check("send", tensors, MemoryFormat.CONTIGUOUS)
         sent = SimulatedWork("message", parts=[(), [each.detach().clone() for each in tensors]])
         sent.is_over = True
         return self.channel.messages(self._place, to, tag).post(0, sent)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> SimulatedWork:
         """Receive tensors from a rank of the group."""
-        self._check("recv", tensors, Memory.CONTIGUOUS)
+        self._check("recv", tensors, MemoryFormat.CONTIGUOUS)
         awaited = SimulatedWork("message", into=tensors, sources=[0])
         awaited.sender = source
         return self.channel.messages(source, self._place, tag).post(1, awaited)
