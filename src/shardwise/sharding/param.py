@@ -26,7 +26,7 @@ from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity, Memory
 from shardwise.base.offload import Offload
-from shardwise.sharding import attributes
+from shardwise.sharding import attributes, drawing
 from shardwise.sharding.placement import Place
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
@@ -167,6 +167,7 @@ class ShardedParam:
         with torch.no_grad():
             self.parameter = self._wrap(self._copy_of_shard(full), param)
         autograd.share_hooks(param, self.parameter)
+        drawing.draw_whole(self.spec)
         _steps.watch(self)
 
     def _wrap(self, shard: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
@@ -316,6 +317,7 @@ class ShardedParam:
         """Take another place, still without memory. The parameter stays the same object."""
         self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
         _steps.expect_others()
+        drawing.draw_whole(self.spec)
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         dtensor.move_local(self.parameter, dtensor.without_memory(self.local, shape), place.spec)
 
