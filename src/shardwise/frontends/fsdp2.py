@@ -21,6 +21,7 @@ from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
 from shardwise.sharding import hooks
+from shardwise.sharding.additions import note_parameters
 from shardwise.sharding.attributes import TAKEN
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
@@ -190,6 +191,7 @@ def fully_shard(
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)
+    note_parameters(managed)
     return module
 
 

@@ -221,9 +221,16 @@ class ShardedParam:
         """Adopt the parameter that ``owner`` holds after ``to()``, ``to_empty()`` or a state dict.
 
         Raises:
+            MisuseError: it was deleted, or something else takes its place.
             ValueError: it is not a ``DTensor`` of the same global shape and placements. The old
                 parameter is registered again.
         """
+        if owner.holds(None):
+            raise MisuseError(
+                f"{self.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
+                f"{type(owner.module).__name__} was deleted. Delete or parametrize parameters "
+                "before fully_shard"
+            )
         found = owner.registered
         if found is not self.parameter:
             owner.register(self.parameter)  # stays if the check raises
