@@ -134,6 +134,13 @@ def has_post_accumulate_hooks(parameter: Any) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def share_hooks(parameter: Any, other: Any) -> None:
+    """Give ``other`` the hooks of ``parameter``, whose handles then remove them from both."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, name):
+            setattr(other, name, getattr(parameter, name))
+
+
 def is_in_graph(parameter: torch.Tensor) -> bool:
     """Whether a graph of autograd that is alive leads to ``parameter``."""
     return int(parameter._use_count()) > 1  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, cast
@@ -16,10 +16,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
+    return_and_correct_aliasing,
 )
 
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
@@ -308,6 +310,41 @@ def sibling_meshes(mesh: DeviceMesh) -> torch.Tensor:
     if layout is None or ranks is None:  # an older torch does not keep them
         return mesh.mesh.unsqueeze(0)
     return cast(torch.Tensor, layout.remap_to_tensor(ranks)).view(-1, *mesh.shape)
+
+
+# -- operators of our own ---------------------------------------------------------------------
+
+Operator = torch._ops.OpOverload
+#: ``(operator, args, kwargs)`` to what it returns, as torch calls it for a ``DTensor`` among them.
+Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def handle(handlers: Mapping[Operator, Handler]) -> None:
+    """Let ``handlers`` compute operators of ``DTensor``s, from now on and in this process."""
+    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+
+
+def written_by(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that an operator writes to; ``None`` if it makes a tensor."""
+    if not operator._schema.is_mutable:
+        return None
+    return kwargs["out"] if "out" in kwargs else args[0]
+
+
+def compute(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator of ``DTensor``s as torch does if nobody handles it."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, kwargs, info, True)
+    if not isinstance(found, OutputSharding):
+        return found
+    info.output_sharding = found
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    written = written_by(operator, args, kwargs)
+    if written is not None:
+        return written
+    made = dispatcher.wrap(local, found.output_spec)
+    return return_and_correct_aliasing(operator, args, kwargs, made)  # type: ignore[no-untyped-call]
 
 
 # -- references to a tensor and its memory; if torch does not say, none counts as the only one ----

@@ -21,6 +21,8 @@ from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
 from shardwise.sharding import hooks
+from shardwise.sharding.additions import note_parameters
+from shardwise.sharding.attributes import TAKEN
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
@@ -180,7 +182,7 @@ def fully_shard(
 
     groups = [group_over(its_mesh) for its_mesh in used]
     for param, (fqn, owners) in found.items():
-        setattr(param, _TAKEN, forms[param])  # for other modules that still hold it
+        setattr(param, TAKEN, forms[param])  # for other modules that still hold it
         note_group(owners, fqn, classes)
     for group in groups:
         group.install()
@@ -189,6 +191,7 @@ def fully_shard(
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)
+    note_parameters(managed)
     return module
 
 
@@ -434,7 +437,6 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-_TAKEN = "_shardwise_form"
 _GROUPS = "_shardwise_groups"
 
 
@@ -496,7 +498,7 @@ def form_of(param: nn.Parameter) -> ShardedParam | None:
 
     If it is tied, the modules of other calls still hold the original.
     """
-    return getattr(param, _TAKEN, None)
+    return getattr(param, TAKEN, None)
 
 
 def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import autograd, dtensor
 from shardwise.base.errors import MisuseError
+from shardwise.sharding import attributes
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import ShardedParam
@@ -122,6 +123,7 @@ def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:
         )
     full = _full_for_user(param, param.sharded, options)
     parameter = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+    attributes.share(parameter, param.form.attributes)
     if options.with_grads and param.sharded.grad is not None:
         parameter.grad = _full_for_user(param, param.sharded.grad, options)
     return parameter

@@ -60,6 +60,7 @@ class Cell:
         groups: dict[int, dict[str, Any]] = {}
         for each in entries:
             made = nn.Parameter(each.value, requires_grad=each.param.requires_grad)
+            vars(made).update(vars(each.param))  # attributes, which an optimizer may read
             self._stand_ins[each.param] = made
             group = groups.setdefault(id(each.settings), {**each.settings, "params": []})
             group["params"].append(made)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise._torch import fsdp
+from shardwise.sharding.attributes import carried
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import FSDPState, states_of
 
@@ -168,6 +169,7 @@ def replace_plain(
             made[old] = torch.empty_like(old, device=device)
             if isinstance(old, nn.Parameter):
                 made[old] = nn.Parameter(made[old], requires_grad=old.requires_grad)
+            vars(made[old]).update(carried(old))
             fill(made[old])
         return made[old]
 

@@ -38,6 +38,7 @@ from torch import nn
 from shardwise._torch import autograd, dtensor
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory
+from shardwise.sharding import attributes
 from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
@@ -552,6 +553,7 @@ class PostForwardShards:
                 kept = dtensor.make_parameter(
                     shard, spec, requires_grad=param.sharded.requires_grad
                 )
+                attributes.share(kept, param.form.attributes)
                 param.register(kept)
                 self._registered[param] = kept, autograd.version_with_local(kept)
                 self._shards[param] = shard.view(-1)

@@ -817,13 +817,6 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        for owner, param in self._places:
-            if owner.holds(None):
-                raise MisuseError(
-                    f"{param.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
-                    f"{type(owner.module).__name__} was deleted. Delete parameters before "
-                    "fully_shard"
-                )
         self.refresh()
         for owner, param in self._places:
             param.form.take_over(owner)  # in the other modules that it is tied to

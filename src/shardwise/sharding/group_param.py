@@ -32,6 +32,7 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
 from shardwise.base.errors import MisuseError
+from shardwise.sharding import attributes
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
 
@@ -148,6 +149,7 @@ class GroupParam:
         self.accumulated_grad = self.take_grad()  # of the full parameter that this replaces
         self.memory = full
         self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
+        attributes.share(self.full, self.form.attributes)
 
     @property
     def full_data(self) -> torch.Tensor:

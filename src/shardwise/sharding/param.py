@@ -26,6 +26,7 @@ from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity, Memory
 from shardwise.base.offload import Offload
+from shardwise.sharding import attributes, drawing
 from shardwise.sharding.placement import Place
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
@@ -133,6 +134,7 @@ class ShardedParam:
 
     Attributes:
         parameter: the ``DTensor`` parameter.
+        attributes: what the program has set on the parameter; the ``__dict__`` of all its forms.
         mesh: the mesh that it is sharded over.
         spec: its mesh, placements and global shape.
         origin: the spec of the original parameter, if that was a ``DTensor``.
@@ -161,11 +163,18 @@ class ShardedParam:
         self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
         self.layout = place.layout
         self.spec = place.spec
+        self.attributes = attributes.carried(param)
         with torch.no_grad():
-            self.parameter = dtensor.make_parameter(
-                self._copy_of_shard(full), self.spec, requires_grad=param.requires_grad
-            )
+            self.parameter = self._wrap(self._copy_of_shard(full), param)
+        autograd.share_hooks(param, self.parameter)
+        drawing.draw_whole(self.spec)
         _steps.watch(self)
+
+    def _wrap(self, shard: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+        """Make a parameter of ``shard``, frozen if ``like`` is."""
+        made = dtensor.make_parameter(shard, self.spec, requires_grad=like.requires_grad)
+        attributes.share(made, self.attributes)
+        return made
 
     def copy_parameter(self, memo: dict[Any, Any]) -> None:
         """Put a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
@@ -182,6 +191,8 @@ class ShardedParam:
         made = copy.copy(self)
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
+        made.attributes = attributes.copies(self.attributes, memo)
+        attributes.share(made.parameter, made.attributes)
         made.owners = copy_owners(self.owners, memo)
         made.groups = []
         made.offload = copy.deepcopy(self.offload, memo)
@@ -210,9 +221,16 @@ class ShardedParam:
         """Adopt the parameter that ``owner`` holds after ``to()``, ``to_empty()`` or a state dict.
 
         Raises:
+            MisuseError: it was deleted, or something else takes its place.
             ValueError: it is not a ``DTensor`` of the same global shape and placements. The old
                 parameter is registered again.
         """
+        if owner.holds(None):
+            raise MisuseError(
+                f"{self.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
+                f"{type(owner.module).__name__} was deleted. Delete or parametrize parameters "
+                "before fully_shard"
+            )
         found = owner.registered
         if found is not self.parameter:
             owner.register(self.parameter)  # stays if the check raises
@@ -227,6 +245,7 @@ class ShardedParam:
             owner.register(found)
             self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
+        attributes.share(self.parameter, self.attributes)
         with autograd.no_grad():  # a forward of inference mode may be the first one that sees it
             local = self.offload.place(self.local, self.fqn)
             if not (dtensor.is_wrapper(local) or local.is_meta or local.is_contiguous()):
@@ -264,16 +283,15 @@ class ShardedParam:
         full = torch.empty(self.layout.shape, dtype=dtype, device=device)
         if self.origin is not None:
             full = dtensor.wrap_local(full, dtensor.with_dtype(self.origin, dtype))
-        return nn.Parameter(full, requires_grad=self.parameter.requires_grad)
+        made = nn.Parameter(full, requires_grad=self.parameter.requires_grad)
+        attributes.share(made, self.attributes)
+        return made
 
     def materialize(self, full: torch.Tensor) -> None:
         """Replace a shard on the meta device by this rank's part of ``full``."""
         with torch.no_grad():
             local = dtensor.plain(full)
-            shard = self._copy_of_shard(local)
-            made = dtensor.make_parameter(
-                shard, self.spec, requires_grad=self.parameter.requires_grad
-            )
+            made = self._wrap(self._copy_of_shard(local), self.parameter)
         self._register_everywhere(made)
 
     def allocate(self, device: torch.device) -> None:
@@ -284,9 +302,7 @@ class ShardedParam:
         with torch.no_grad():
             shard = self.offload.empty_like(self.local, device, self.fqn)
             self._report(shard)
-            made = dtensor.make_parameter(
-                shard, self.spec, requires_grad=self.parameter.requires_grad
-            )
+            made = self._wrap(shard, self.parameter)
         self._register_everywhere(made)
 
     @property
@@ -308,6 +324,7 @@ class ShardedParam:
         """Take another place, still without memory. The parameter stays the same object."""
         self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
         _steps.expect_others()
+        drawing.draw_whole(self.spec)
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         dtensor.move_local(self.parameter, dtensor.without_memory(self.local, shape), place.spec)
 
@@ -322,9 +339,7 @@ class ShardedParam:
 
     def _exchange(self, shard: torch.Tensor) -> None:
         """Exchange the shard for one on another device, which a ``DTensor`` cannot change."""
-        requires_grad = self.parameter.requires_grad
-        made = dtensor.make_parameter(shard, self.spec, requires_grad=requires_grad)
-        made.__dict__.update(self.parameter.__dict__)
+        made = self._wrap(shard, self.parameter)
         torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
 
     def check_exchange(self, doing: str) -> None:

@@ -24,6 +24,7 @@ from shardwise._torch import autograd
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding import states
+from shardwise.sharding.additions import Additions
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
@@ -108,6 +109,7 @@ class Root:
         order: the order of groups, for prefetching.
         own_order: what agrees with ranks that may run other groups; ``None``: all run the same.
         ledger: the gradients that are not complete.
+        additions: the parameters that its modules got since they were sharded.
         knows_what_is_averaged: whether the user was warned of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
@@ -122,6 +124,7 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.own_order: OwnOrder | None = None
         self.ledger = Ledger(self.groups, self._complete_or_reset)
+        self.additions = Additions()
         self.knows_what_is_averaged = False
         # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
@@ -147,6 +150,7 @@ class Root:
         Raises:
             RuntimeError: :meth:`finalize` has started reductions that were not waited for.
             StepInterruptedError: an exception has interrupted a step in backward.
+            MisuseError: a parameter was added that ranks would train apart.
         """
         if self.ledger.is_finalized:
             raise RuntimeError(
@@ -158,9 +162,12 @@ class Root:
             stepper.check()
         if self.own_order is not None:
             check_own_order(self.groups)
-        if not self.knows_what_is_averaged and torch.is_grad_enabled():
-            self.knows_what_is_averaged = True
-            self._warn_of_what_is_not_averaged()
+        if torch.is_grad_enabled():
+            if state.is_root and not all(group.mesh.is_alone for group in self.groups):
+                self.additions.check(state.modules[0])
+            if not self.knows_what_is_averaged:
+                self.knows_what_is_averaged = True
+                self._warn_of_what_is_not_averaged()
         self.forward_root = state
         self.order.begin_forward()
         self.forward_number += 1

@@ -129,6 +129,7 @@ class Masters:
             made = dtensor.make_parameter(local, dtensor.spec_of(master), requires_grad=True)
         else:
             made = nn.Parameter(local)
+        vars(made).update(vars(param))  # attributes, which an optimizer may read
         self._stand_ins[param] = made
         return made
 
