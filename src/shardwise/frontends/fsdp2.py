@@ -20,6 +20,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
+from shardwise.frontends.untied import warn_of_untied
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
@@ -192,6 +193,8 @@ def fully_shard(
     state = FSDPState(tops, groups, device, mp_policy, reshard_after_forward, GroupOrder(order))
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
+    for top in tops:
+        top.register_load_state_dict_post_hook(warn_of_untied)  # type: ignore[no-untyped-call]
     _become_managed(tops, managed)
     return module
 
