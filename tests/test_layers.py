@@ -60,7 +60,7 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["device_mesh", "module", "summon"],
+        ["device_mesh", "module", "summon", "untied"],
         ["meta"],
         ["fsdp2"],
         ["strategies"],

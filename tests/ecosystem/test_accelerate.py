@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ STEPS = 2
 LARGEST = 0.5
 
 
-def _accelerator(**plugin: Any) -> Any:
+def _accelerator(policy: str = "transformer_based_wrap", **plugin: Any) -> Any:
     """As on GPUs: Accelerate goes the way of FSDP2 only where it has found several of them."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
@@ -33,7 +34,7 @@ def _accelerator(**plugin: Any) -> Any:
     return Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
+            auto_wrap_policy=policy,
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             **plugin,
         )
@@ -102,3 +103,34 @@ def test_a_model_that_accelerate_prepared_trains_and_is_saved(
     }
     for name, plugin in kinds.items():
         _trained(rank, world_size, tmp_path / name, name == "freed", plugin)
+
+
+class _Own(nn.Module):
+    """A model with tied weights that Accelerate does not know how to tie again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class _Tying(_Own):
+    """Such a model that does."""
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+@on_processes(2)
+def test_a_tie_that_accelerate_loses_is_reported(rank: int, world_size: int) -> None:
+    accelerator = _accelerator("no_wrap", cpu_ram_efficient_loading=True)
+    for cls in (_Own, _Tying):
+        model: Any = cls()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as seen, shardwise.patch_torch():
+            warnings.simplefilter("always")
+            model, optimizer = accelerator.prepare(model, optimizer)
+        said = [each for each in seen if "tie them again" in str(each.message)]
+        assert bool(said) is (cls is _Own)
+        assert (model.head.weight is model.embed.weight) is (cls is _Tying)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardwise._torch import dtensor
 from shardwise.base import observe
@@ -28,6 +28,7 @@ from shardwise.diloco.api import DiLoCo
 from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.module import FSDPModule
+from shardwise.frontends.pretrained.precision import keeping_float32
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Start
@@ -237,6 +238,56 @@ class LanguageTraining(Training):
             return of_module(LlamaForCausalLM(config))
 
 
+class _Routed(nn.Module):
+    """A block with a router that computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(24, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        odds = torch.softmax(x.float() @ self.gate.weight.float().t(), -1).to(x.dtype)
+        each = torch.stack([expert(x) for expert in self.experts], -1)
+        return x + (each * odds[:, None]).sum(-1)
+
+
+class _RoutedModel(PreTrainedModel):
+    """Blocks whose routers ``transformers`` keeps in float32."""
+
+    config_class = PreTrainedConfig
+    _keep_in_fp32_modules_strict = ("gate.weight",)
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(_Routed() for _ in range(2))
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class RoutedTraining(Training):
+    """A training in which some parameters compute in float32 beside others in bfloat16."""
+
+    @property
+    def settings(self) -> Settings:
+        """The same, for a plan."""
+        return replace(
+            super().settings,
+            batch=lambda size: torch.ones(size, 24),
+            step=lambda model, x: model(x).float().square().mean(),
+        )
+
+    def blueprint(self, device: str = "meta") -> Blueprint:
+        """Build the model."""
+        with torch.device(device):
+            model = _RoutedModel(PreTrainedConfig())
+        return Blueprint("routed", model, list(model.blocks))
+
+
 def columns(parameter: nn.Parameter) -> Shard | None:
     """Cut matrices along their columns."""
     return Shard(1) if parameter.ndim == 2 else None
@@ -365,9 +416,12 @@ def _count(training: Training, looks: int) -> Found:
             blocks,
             mesh=plan.sharding_mesh(mesh[plan.names] if TENSOR in world.names else mesh),
             reshard_after_forward=plan.reshard_after_forward if reshard is None else reshard,
-            precision=MixedPrecisionPolicy(
-                param_dtype=_dtype(settings.param_dtype),
-                reduce_dtype=_dtype(settings.reduce_dtype or settings.param_dtype),
+            precision=keeping_float32(
+                model,
+                MixedPrecisionPolicy(
+                    param_dtype=_dtype(settings.param_dtype),
+                    reduce_dtype=_dtype(settings.reduce_dtype or settings.param_dtype),
+                ),
             ),
             placement=blueprint.placement,
             transport=settings.transport,

@@ -13,6 +13,7 @@ import pytest
 
 import shardwise
 from shardwise import PlannedStep, StrategyConfig
+from shardwise.base.observe import Memory
 from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
@@ -21,6 +22,7 @@ from tests.planning.counted import (
     EXACT,
     CorpusTraining,
     LanguageTraining,
+    RoutedTraining,
     Sent,
     Training,
     counted,
@@ -144,6 +146,23 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
             accumulate=2,
         )
     )
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "fp32"])
+def test_a_plan_knows_what_computes_in_float32(reduce_dtype: str | None) -> None:
+    training = RoutedTraining(
+        seed=0,
+        mesh="dp=2",
+        strategy=Strategy.FULL_SHARD,
+        transport="c10d",
+        param_dtype="bf16",
+        reduce_dtype=reduce_dtype,
+        optimizer="adamw",
+        accumulate=2,
+    )
+    check(training)
+    without = planned(replace(training, param_dtype=None), 0).most[Memory.FULL_PARAMETERS]
+    assert planned(training, 0).most[Memory.FULL_PARAMETERS] > without // 2
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise import fully_shard
 from shardwise._torch import fsdp
 from shardwise.sharding.policy import Precision, cast_floating
+from tests.worlds import on_threads
 
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
 
@@ -66,3 +71,42 @@ def test_outputs_are_cast_to_the_output_dtype_only() -> None:
 
 def test_complex_tensors_are_not_cast() -> None:
     assert cast_floating(torch.ones(1, dtype=torch.complex64), BF16).dtype == torch.complex64
+
+
+class _Router(nn.Module):
+    """A router, which computes in its own dtype, and what it chooses between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Parameter(torch.randn(2, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.experts = nn.Linear(4, 2)
+        self.used: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.used = [each.dtype for each in (self.gate, self.scale, self.experts.weight, x)]
+        odds = torch.softmax(x.float() @ self.gate.float().t() * self.scale, -1)
+        return (odds * self.experts(x.to(self.experts.weight.dtype))).sum()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+@on_threads(2)
+def test_single_parameters_compute_in_their_own_dtype(
+    rank: int, world_size: int, reduce_dtype: torch.dtype | None
+) -> None:
+    plain, net = _Router(), _Router()
+    plain.experts.to(BF16)
+    policy = fsdp.with_own_dtypes(MixedPrecisionPolicy(BF16, reduce_dtype), [net.gate, net.scale])
+    fully_shard(net, mp_policy=policy)
+    net = copy.deepcopy(net)
+    x = torch.randn(3, 4).to(BF16)
+    for each in (plain, net):
+        each(x).backward()
+        each(x).backward()
+    assert net.used == [FP32, FP32, BF16, BF16]
+    for name in ("gate", "scale"):
+        ours, theirs = getattr(net, name).grad, getattr(plain, name).grad
+        assert torch.equal(ours.full_tensor(), theirs), "reduced in float32, too"
+    assert net.experts.weight.grad.dtype == FP32
+    assert net.experts.weight.grad.full_tensor().allclose(plain.experts.weight.grad.float(), 0.02)

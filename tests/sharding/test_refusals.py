@@ -159,10 +159,10 @@ class _LaterPolicy(MixedPrecisionPolicy):
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
 
-def _dtypes_of_single_parameters() -> Case:
-    policy = _LaterPolicy(param_dtype_override_fn=lambda param: None)
-    says = "param_dtype_override_fn is not available"
-    return Case(seeded(Net), {"mp_policy": policy}, NotImplementedError, says)
+def _a_third_dtype_for_single_parameters() -> Case:
+    policy = _LaterPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
+    says = "param_dtype_override_fn returned torch.float16, expected None, the param_dtype"
+    return Case(seeded(Net), {"mp_policy": policy}, ValueError, says)
 
 
 def _gradients_of_another_dtype() -> Case:
@@ -305,7 +305,7 @@ CASES: list[Callable[[], Case]] = [
     _cube,
     _pigeon,
     _no_policy,
-    _dtypes_of_single_parameters,
+    _a_third_dtype_for_single_parameters,
     _gradients_of_another_dtype,
     _no_factor,
     _no_factor_of_its_own_mesh,

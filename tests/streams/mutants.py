@@ -256,6 +256,7 @@ UNSEEN = {
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
     "sharding/placement.py full_tensor: local.to(kind)": _ORDERED,
     "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
+    "sharding/allocate.py MetaMemory.give: form.allocate(self._device)": _LOADED,
     "sharding/param.py ShardedParam.fill_place: "
     "self.offload.empty_like(self.local, self.mesh.device, self.fqn)": _LOADED,
     "sharding/param.py ShardedParam.leave: "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,6 +43,47 @@ else:
 #: Whether a policy without a ``reduce_dtype`` means the dtype of the shard, as from torch 2.15 on.
 #: It meant the dtype of forward and backward before.
 REDUCES_AS_STORED = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
+
+
+@dataclass(frozen=True)
+class _WithOverride(MixedPrecisionPolicy):
+    """A policy with what torch 2.15 added, on an older torch; only our runtime knows of it."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+
+def with_own_dtypes(
+    policy: MixedPrecisionPolicy, params: Collection[nn.Parameter]
+) -> MixedPrecisionPolicy:
+    """Return a policy with which some parameters compute in the dtype in which they are stored.
+
+    Args:
+        policy: the policy of the others.
+        params: these parameters, before they are sharded.
+    """
+    kept = frozenset(params)
+    cls: Any = type(policy) if REDUCES_AS_STORED else _WithOverride
+    given = {each.name: getattr(policy, each.name) for each in fields(policy)}
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        return param.dtype if param in kept else None
+
+    return cast(MixedPrecisionPolicy, cls(**{**given, "param_dtype_override_fn": override}))
+
+
+def dtype_override(policy: MixedPrecisionPolicy, param: nn.Parameter) -> torch.dtype | None:
+    """Return the dtype that a policy has for one parameter alone."""
+    override = getattr(policy, "param_dtype_override_fn", None)
+    return None if override is None else cast(torch.dtype | None, override(param))
+
+
+def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return a policy without dtypes of single parameters."""
+    if getattr(policy, "param_dtype_override_fn", None) is None:
+        return policy
+    changed: Any = policy
+    return cast(MixedPrecisionPolicy, replace(changed, param_dtype_override_fn=None))
+
 
 # torch keeps a module's state under the function behind its own fully_shard. Read it now:
 # patch_torch() may have replaced the name by the time it is needed.

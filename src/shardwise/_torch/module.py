@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch.fsdp import children_of
 
@@ -16,7 +16,7 @@ from shardwise._torch.fsdp import children_of
 EXTRA_STATE = "_extra_state"
 # Wrappers that leave their part of a name out of state dicts, by hooks of their own.
 _UNNAMED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_COMPILED = "_orig_mod"
+_COMPILED, _PARALLEL = "_orig_mod", "DistributedDataParallel"
 # Hooks from there change names of wrappers, and check, but do not change values.
 _NEUTRAL = ("shardwise.", "torch.distributed.")
 
@@ -42,7 +42,7 @@ def visits(module: nn.Module, name: str = "", key: str = "", path: str = "") -> 
     """Visit a module and all inside it, in the order of state dicts; one with two names twice."""
     yield Visit(module, name, key, path)
     for part, child in children_of(module):
-        is_parallel = isinstance(module, DistributedDataParallel) and part == "module"
+        is_parallel = part == "module" and _is_parallel(module)
         is_hidden = part in _UNNAMED
         yield from visits(
             child,
@@ -50,6 +50,10 @@ def visits(module: nn.Module, name: str = "", key: str = "", path: str = "") -> 
             key if is_hidden else joined(key, part),
             joined(path, part),
         )
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    return any(each.__name__ == _PARALLEL for each in type(module).__mro__)
 
 
 def joined(prefix: str, name: str) -> str:
@@ -75,6 +79,21 @@ def has_extra_state(module: nn.Module) -> bool:
 def version_of(module: nn.Module) -> int:
     """The version of a module's state dict."""
     return module._version
+
+
+def versions_in(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a state dict notes of modules, their versions among it, by their names."""
+    found = getattr(state_dict, "_metadata", None)
+    return found if isinstance(found, dict) else {}
+
+
+def with_versions(
+    state: Iterable[tuple[str, Any]], versions: Mapping[str, Any]
+) -> OrderedDict[str, Any]:
+    """A state dict that notes the versions of modules."""
+    made = OrderedDict(state)
+    made._metadata = versions  # type: ignore[attr-defined]
+    return made
 
 
 def customizes_loading(modules: Iterable[nn.Module]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -52,11 +52,8 @@ class Unread(torch.Tensor):
         full: torch.Tensor | None = None,
     ) -> Unread:
         """Make one without memory."""
-        made = cast(
-            Unread,
-            torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls, tuple(shape), dtype=dtype, device="cpu"
-            ),
+        made = cls._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
         )
         made._fill, made._held, made._full = fill, held, full
         return made
@@ -114,7 +111,7 @@ class Unread(torch.Tensor):
         return func(*_read(args), **_read(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Do the same below what Python sees of an operation."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -267,7 +267,9 @@ def shard_blocks(
         gather_in_order(model)
 
 
-def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+def store_in(
+    model: nn.Module, dtype: torch.dtype, kept: Collection[nn.Parameter] = frozenset()
+) -> None:
     """Keep floating-point parameters in a dtype, except those of batch norms, and adapters.
 
     Buffers stay as they are.
@@ -276,8 +278,10 @@ def store_in(model: nn.Module, dtype: torch.dtype) -> None:
         model: not sharded yet; parameters that are tied stay tied. The configuration of a model of
             ``transformers`` names the dtype from then on.
         dtype: of parameters, and so of their gradients and of the optimizer's state.
+        kept: further parameters that stay as they are.
     """
     left = {p for norm in batch_norms(model) for p in norm.parameters()}
+    left.update(kept)
     trained = {p for p in model.parameters() if p.requires_grad}
     if len(trained) < len(list(model.parameters())):
         left |= trained  # adapters on a frozen base stay in float32, as peft has them

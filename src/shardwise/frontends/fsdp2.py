@@ -20,6 +20,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
+from shardwise.frontends.untied import warn_of_untied
 from shardwise.sharding import hooks
 from shardwise.sharding.additions import note_parameters
 from shardwise.sharding.attributes import TAKEN
@@ -97,7 +98,8 @@ def fully_shard(
             along another dimension than 0 (sizes may be uneven), or torch's
             ``ShardPlacementResult`` to shard it over another mesh. The parameters of one mesh form
             a group.
-        mp_policy: the dtypes to compute in, to reduce in, and of outputs.
+        mp_policy: the dtypes to compute in, to reduce in, and of outputs. Its
+            ``param_dtype_override_fn``, which torch has from 2.15 on, chooses for one parameter.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and thus the optimizer state
             on the host. On a CPU mesh, they are there anyway. ``DiskOffloadPolicy("FOLDER")`` keeps
             shards in a file on a local disk.
@@ -122,9 +124,8 @@ def fully_shard(
             the ranks, the devices or the tensor parallelism of a parameter; or an argument is out
             of range.
         TypeError: an argument has the wrong type.
-        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, a
-            policy with ``param_dtype_override_fn``, or a wire that would encode what a tensor
-            subclass sends.
+        NotImplementedError: an integer ``reshard_after_forward`` with ``DTensor`` parameters, or a
+            wire that would encode what a tensor subclass sends.
         OffloadError: the disk of a ``DiskOffloadPolicy`` is full, or has no such folder.
 
     If the call raises, no module was changed.
@@ -150,6 +151,10 @@ def fully_shard(
             sizes[its_mesh] = _check_reshard_after_forward(reshard_after_forward, its_mesh, fqn)
         if not isinstance(sizes[its_mesh], bool):
             _check_can_shard_post_forward(param, fqn)
+    precision = Precision.of(mp_policy)
+    precisions = {
+        param: precision.for_parameter(mp_policy, param, fqn) for param, (fqn, _) in found.items()
+    }
     used = {places[param].mesh: None for param in found}
     smaller = {
         its_mesh: its_mesh.of_groups_of(sizes[its_mesh])
@@ -166,7 +171,7 @@ def fully_shard(
 
     def group_over(its_mesh: DataMesh) -> ParamGroup:
         params = [
-            GroupParam(forms[param], owners)
+            GroupParam(forms[param], owners, precisions[param])
             for param, (_, owners) in found.items()
             if places[param].mesh == its_mesh
         ]
@@ -174,7 +179,7 @@ def fully_shard(
             params,
             tops,
             its_mesh,
-            Precision(mp_policy),
+            precision,
             offload,
             bool(sizes[its_mesh]),
             PostForwardShards(params, smaller[its_mesh]) if its_mesh in smaller else None,
@@ -190,6 +195,8 @@ def fully_shard(
     state = FSDPState(tops, groups, device, mp_policy, reshard_after_forward, GroupOrder(order))
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
+    for top in tops:
+        top.register_load_state_dict_post_hook(warn_of_untied)  # type: ignore[no-untyped-call]
     _become_managed(tops, managed)
     note_parameters(managed)
     return module
@@ -229,11 +236,6 @@ def _check_mp_policy(policy: object) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__} {policy!r}"
-        )
-    if getattr(policy, "param_dtype_override_fn", None) is not None:  # of torch 2.15
-        raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not available; expected None. Shard the modules "
-            "whose parameters keep their dtype in calls of their own, with another policy"
         )
 
 

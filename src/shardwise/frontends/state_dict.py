@@ -15,7 +15,6 @@ and modules under the names that they have in ``model``:
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor, fsdp
-from shardwise._torch.module import joined, visits
+from shardwise._torch.module import joined, versions_in, visits, with_versions
 from shardwise._torch.unread import Unread
 from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
@@ -286,13 +285,10 @@ class WrapperModule(nn.Module, HasStateDictKinds):
         Returns:
             The missing and the unexpected names, as of any module.
         """
-        state = OrderedDict(state_dict)
-        versions = getattr(state_dict, "_metadata", {})
+        versions = versions_in(state_dict)
         # Torch looks for them under names with the parts of wrappers.
-        state._metadata = {  # type: ignore[attr-defined]
-            **versions,
-            **{each.path: versions[each.key] for each in visits(self) if each.key in versions},
-        }
+        inside = {each.path: versions[each.key] for each in visits(self) if each.key in versions}
+        state = with_versions(state_dict.items(), {**versions, **inside})
         return super().load_state_dict(state, strict, assign)
 
     def _names_inside(self) -> tuple[str, ...]:

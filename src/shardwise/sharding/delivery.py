@@ -250,12 +250,19 @@ class GroupGrads:
     def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
         self._params = params
         self._reduce_dtype = functools.cache(precision.reduce_dtype)
+        # The dtypes of parameters that do not have those of the group.
+        self._own = {each: each.precision for each in params if each.precision is not precision}
         # What takes part in the next delivery, on all ranks, and whether it had no gradient when
         # the backward of the group began.
         self._due: dict[GroupParam, bool] = {}
         # Gradients that are reduced over the shard dimension only, and a scalar for each: 0 if no
         # rank of that dimension has one. They wait for the all-reduce.
         self._held: dict[GroupParam, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _dtype_for(self, param: GroupParam) -> torch.dtype:
+        """The dtype in which gradients of a parameter are accumulated and reduced."""
+        own = self._own.get(param)
+        return self._reduce_dtype(param.dtype) if own is None else own.reduce_dtype(param.dtype)
 
     def expect(self) -> None:
         """Note that a backward begins: what requires gradients now takes part in the delivery.
@@ -282,7 +289,7 @@ class GroupGrads:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
         self._drop_unwanted()
         for param in self._params:
-            kept = param.accumulate_grad(self._reduce_dtype(param.dtype))
+            kept = param.accumulate_grad(self._dtype_for(param))
             if kept is not None:
                 observe.memory_of(Memory.GRADIENTS, name, kept)
         self._due = dict.fromkeys(self._due, False)
@@ -337,7 +344,7 @@ class GroupGrads:
         factor, keeps_dtype = options.gradient_divide_factor, options.keep_low_precision_grads
         while grads:
             grad = grads.pop(0)
-            dtype = self._reduce_dtype(local_of(grad.param.form.parameter).dtype)
+            dtype = self._dtype_for(grad.param)
             scaling = _UNSCALED if factor is None else Scaling.of(dtype, 1, factor)
             grad.value = _scaled(grad.value, dtype, scaling, name).contiguous()
             _add_to_shard(grad, scaling, keeps_dtype)
@@ -356,7 +363,10 @@ class GroupGrads:
         hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
         keeps_dtype, replicate = options.keep_low_precision_grads, mesh.replicate
         is_held = replicate is not None and not options.requires_all_reduce
-        dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
+        if self._own:
+            dtypes = tuple(self._dtype_for(grad.param) for grad in grads)
+        else:
+            dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
         scalings = _scalings_for(dtypes, mesh.world_size, options)
         flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
         flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))

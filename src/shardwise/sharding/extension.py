@@ -24,7 +24,6 @@ from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import Version
-from shardwise.sharding.policy import Precision
 
 _PRE = "fsdp_pre_all_gather"
 
@@ -37,11 +36,11 @@ def has_extension(tensor: torch.Tensor) -> bool:
 class Extension:
     """The all-gather of one such parameter."""
 
-    def __init__(self, param: GroupParam, mesh: DataMesh, precision: Precision) -> None:
+    def __init__(self, param: GroupParam, mesh: DataMesh) -> None:
         self._param = param
         self._mesh = mesh
-        self._policy = precision.policy
-        self._dtype = precision.compute_dtype(param.dtype)
+        self._policy = param.precision.policy
+        self._dtype = param.compute_dtype
         self._sent: list[torch.Tensor] = []
         self._gathered: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []

@@ -44,7 +44,6 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam, Version
-from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
@@ -286,7 +285,6 @@ class FullParams:
     Args:
         params: the parameters.
         mesh: the ranks that they are sharded over.
-        precision: the dtypes to compute in.
         post_forward: the shards between forward and backward, which are gathered over fewer ranks.
 
     Attributes:
@@ -301,7 +299,6 @@ class FullParams:
         self,
         params: Sequence[GroupParam],
         mesh: DataMesh,
-        precision: Precision,
         post_forward: PostForwardShards | None = None,
     ) -> None:
         self._params = params
@@ -317,9 +314,9 @@ class FullParams:
         staged: list[GroupParam] = []
         for param in params:
             alone = mesh.shard.world_size == 1
-            same = precision.compute_dtype(param.dtype) == param.dtype
+            same = param.compute_dtype == param.dtype
             if has_extension(param.local):
-                self._extended.append(Extension(param, mesh, precision))
+                self._extended.append(Extension(param, mesh))
             elif alone and same and param.local.device == mesh.device:
                 aliased.append(param)
             elif alone or param.layout.dim is None:
@@ -330,7 +327,7 @@ class FullParams:
                 staged.append(param)
 
         def memory(make: _MakeBuffers, its: list[GroupParam], numels: list[int]) -> FullBuffers:
-            dtypes = [precision.compute_dtype(param.dtype) for param in its]
+            dtypes = [param.compute_dtype for param in its]
             return make(numels, dtypes, mesh.device)
 
         # The transport owns the buffers that it gathers into. The rest is plain memory.

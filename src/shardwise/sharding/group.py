@@ -266,7 +266,7 @@ class ParamGroup:
         if self.fulls is None:
             check_home(self.params, self._offload.home)
             with autograd.no_grad():
-                self.fulls = FullParams(self.params, self.mesh, self._precision, self.post_forward)
+                self.fulls = FullParams(self.params, self.mesh, self.post_forward)
         return self.fulls
 
     def supply(self) -> None:

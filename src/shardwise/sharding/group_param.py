@@ -35,6 +35,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.sharding import attributes
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
+from shardwise.sharding.policy import Precision
 
 
 class GroupParam:
@@ -43,14 +44,16 @@ class GroupParam:
     Attributes:
         form: the sharded form, shared with the other groups that the parameter is tied to.
         owners: the modules of the group that hold it; more than one if it is tied.
+        precision: the dtypes to compute and to reduce in.
         full: the full parameter; ``None`` until it is first unsharded.
         memory: the tensor that it was made of, whose memory autograd and the group expect.
         accumulated_grad: the unreduced gradient of earlier backwards, in the reduction dtype.
     """
 
-    def __init__(self, form: ShardedParam, owners: list[ParamOwner]) -> None:
+    def __init__(self, form: ShardedParam, owners: list[ParamOwner], precision: Precision) -> None:
         self.form = form
         self.owners = owners
+        self.precision = precision
         self.full: nn.Parameter | None = None
         self.memory: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
@@ -96,6 +99,11 @@ class GroupParam:
     def dtype(self) -> torch.dtype:
         """The dtype of the shard, which the optimizer updates."""
         return self.form.parameter.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full parameter."""
+        return self.precision.compute_dtype(self.dtype)
 
     @staticmethod
     def leave_all(params: Sequence[GroupParam]) -> None:

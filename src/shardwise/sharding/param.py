@@ -147,6 +147,7 @@ class ShardedParam:
         growth: what the running backward has added to the gradient, if the parameter is tied.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
+        is_new: whether the shard was on the meta device when it got its memory.
     """
 
     def __init__(self, param: nn.Parameter, fqn: str, place: Place, offload: Offload) -> None:
@@ -159,6 +160,7 @@ class ShardedParam:
         self.growth = Growth.NONE
         self.summoned: nn.Parameter | None = None
         self.offload = offload
+        self.is_new = False
         full = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
         self.layout = place.layout
@@ -243,6 +245,7 @@ class ShardedParam:
                     "(one.weight = other.weight), or load without assign"
                 )
             owner.register(found)
+            self.is_new = self.local.is_meta
             self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
         attributes.share(self.parameter, self.attributes)
@@ -303,6 +306,7 @@ class ShardedParam:
             shard = self.offload.empty_like(self.local, device, self.fqn)
             self._report(shard)
             made = self._wrap(shard, self.parameter)
+        self.is_new = True
         self._register_everywhere(made)
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import fsdp
@@ -19,6 +20,36 @@ class Precision:
     """The dtypes of a :class:`MixedPrecisionPolicy`, for each parameter."""
 
     policy: MixedPrecisionPolicy
+
+    @classmethod
+    def of(cls, policy: MixedPrecisionPolicy) -> Precision:
+        """Those of a policy, for parameters of which it says nothing else."""
+        return cls(fsdp.without_override(policy))
+
+    def for_parameter(
+        self, policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str
+    ) -> Precision:
+        """Those for one parameter, if the policy has a ``param_dtype_override_fn``.
+
+        Args:
+            policy: the policy that these are of.
+            param: the parameter, before it is sharded.
+            fqn: its name, for messages.
+
+        Raises:
+            ValueError: the function returned a dtype other than those of the policy and of the
+                parameter.
+        """
+        dtype = fsdp.dtype_override(policy, param)
+        if dtype in (None, self.policy.param_dtype):
+            return self
+        if dtype != param.dtype:
+            raise ValueError(
+                f"{fqn}: param_dtype_override_fn returned {dtype!r}, expected None, the "
+                f"param_dtype {self.policy.param_dtype}, or {param.dtype}, the dtype of the "
+                "parameter"
+            )
+        return Precision(replace(self.policy, param_dtype=None))
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype of the full parameter whose shard has the dtype ``stored``."""

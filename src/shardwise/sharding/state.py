@@ -473,7 +473,7 @@ class FSDPState:
         self.handled: list[BaseException | None] = []
         self.before_forward: Callable[..., Any]
         self.after_forward: Callable[..., Any]
-        self.precision = Precision(mp_policy)
+        self.precision = Precision.of(mp_policy)
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
         self.keeps_if_root = reshard_after_forward is None
         self.is_root: bool | None = None

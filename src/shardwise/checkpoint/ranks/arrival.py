@@ -31,6 +31,7 @@ from shardwise._torch.module import (
     saved_tensors_of,
     version_of,
     visits,
+    with_versions,
 )
 from shardwise._torch.unread import Fill, Unread
 from shardwise.base.errors import CheckpointError
@@ -145,16 +146,20 @@ class Arrival:
             CheckpointError: names or shapes differ, or a value could not be read.
         """
         saved = None if versions is None else {self._names.of(k): v for k, v in versions.items()}
-        state = _StateDict(
-            (self._names.key(name), value)
-            for name, value in self._values.items()
-            if name not in self._left_out
+        state = with_versions(
+            (
+                (self._names.key(name), value)
+                for name, value in self._values.items()
+                if name not in self._left_out
+            ),
+            {
+                each.path: {
+                    "version": version_of(each.module) if saved is None else saved[each.name]
+                }
+                for each in self._visits
+                if saved is None or each.name in saved
+            },
         )
-        state._metadata = {
-            each.path: {"version": version_of(each.module) if saved is None else saved[each.name]}
-            for each in self._visits
-            if saved is None or each.name in saved
-        }
         with torch.no_grad(), sharded_state_dicts(self._model), self._watched():
             try:
                 result = self._model.load_state_dict(state, strict=False)
@@ -259,12 +264,6 @@ class Arrival:
         """Drop what hooks have read; what they made of it has arrived."""
         while self._held:
             self._held.pop().forget()
-
-
-class _StateDict(dict[str, Any]):
-    """A state dict with the versions of modules, as torch keeps them."""
-
-    _metadata: dict[str, dict[str, int]]
 
 
 def _full(value: Any) -> Any:

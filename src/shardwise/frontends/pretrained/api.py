@@ -6,6 +6,7 @@ Importing this does not import transformers: everything that lists our names imp
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
@@ -34,7 +36,10 @@ from shardwise.checkpoint.ranks.hf import (
     write_model,
 )
 from shardwise.frontends.fsdp2 import fully_shard
+from shardwise.frontends.pretrained.precision import keeping_float32
 from shardwise.frontends.wrap import AUTO, Policy, apply_wrap
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -77,7 +82,7 @@ def from_pretrained(
         policy: which modules become groups; see :func:`shardwise.wrap.apply_wrap`. By default the
             repeated blocks of the model.
         param_dtype: dtype to compute in; gradients are reduced in float32. The default is the dtype
-            of the shards.
+            of the shards. What ``transformers`` keeps in float32 (routers, say) computes in it.
         dtype: dtype of the shards, or its name. The default is that of the configuration, or else
             of the weights.
         model_class: a model class or an ``AutoModel...`` class of ``transformers``. The default is
@@ -102,11 +107,7 @@ def from_pretrained(
     from shardwise.frontends.pretrained.building import build
     from shardwise.frontends.pretrained.filling import fill
 
-    reduce_dtype = None if param_dtype is None else torch.float32
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-    }
+    options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
     group = _ranks_of(mesh)
@@ -121,6 +122,7 @@ def from_pretrained(
         return block
 
     if peft_config is None:
+        options["mp_policy"] = _precision(model, param_dtype, shard)
         apply_wrap(model, policy, shard_block)
         shard(model, **options)
         fill(model, name, group=group)
@@ -131,11 +133,28 @@ def from_pretrained(
     from shardwise.frontends.pretrained.lora import add_adapters, initialize_adapters, plain_names
 
     adapted = add_adapters(model.train(), peft_config)
+    options["mp_policy"] = _precision(adapted, param_dtype, shard)
     apply_wrap(model, policy, shard_block)
     shard(adapted, **options)
     initialize_adapters(adapted, group)
     fill(adapted, name, names=plain_names(adapted), group=group)
     return adapted
+
+
+def _precision(
+    model: nn.Module, param_dtype: torch.dtype | None, shard: Callable[..., object]
+) -> MixedPrecisionPolicy:
+    """The policy with which a model computes in ``param_dtype``, but for what stays in float32."""
+    reduce_dtype = None if param_dtype is None else torch.float32
+    plain = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    policy = keeping_float32(model, plain)
+    if policy is not plain and shard is not fully_shard and not fsdp.REDUCES_AS_STORED:
+        _log.warning(
+            "transformers keeps parameters of %s in float32, which torch's own fully_shard casts "
+            "to %s before torch 2.15; use shardwise.fully_shard, or a newer torch",
+            *(type(model).__name__, param_dtype),
+        )
+    return policy
 
 
 def _ranks_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

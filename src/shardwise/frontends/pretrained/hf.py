@@ -30,6 +30,7 @@ from transformers.initialization import guard_torch_init_functions, meta_device_
 from transformers.utils import import_utils
 
 from shardwise._torch import fsdp
+from shardwise.checkpoint.ranks.state import own_tensors
 
 _LOADED = "_is_hf_initialized"  # initializations leave tensors with this attribute alone
 
@@ -81,12 +82,37 @@ def build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
         else:
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=False)
     assert isinstance(model, PreTrainedModel)
-    plan = model._get_dtype_plan(dtype)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        for pattern, kept in plan.items():
-            if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
-                tensor.data = tensor.data.to(kept)
+    patterns = _kept_patterns(model, dtype)
+    for name, tensor in own_tensors(model).items():
+        if tensor.is_floating_point() and _matches(patterns, name):
+            tensor.data = tensor.data.to(torch.float32)
     return model
+
+
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> set[nn.Parameter]:
+    """The parameters that stay in float32 when the rest of a model has another dtype.
+
+    Args:
+        model: a ``transformers`` model, or a module around one, with adapters of peft or not; any
+            other has no such parameters.
+        dtype: the dtype of the rest.
+    """
+    found = set()
+    for inner in model.modules():
+        if isinstance(inner, PreTrainedModel) and (patterns := _kept_patterns(inner, dtype)):
+            for name, param in inner.named_parameters(remove_duplicate=False):
+                if param.dtype == torch.float32 and _matches(patterns, _PEFT.sub("", name)):
+                    found.add(param)
+    return found
+
+
+#: What peft puts into the names of weights that adapters, or trained copies, belong to.
+_PEFT = re.compile(r"\b(base_layer|original_module|modules_to_save\.[^.]+)\.")
+
+
+def _kept_patterns(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Patterns of the names of what a model keeps in float32."""
+    return [each.replace("*", ".*") for each in model._get_dtype_plan(dtype)]
 
 
 def untie(model: PreTrainedModel, are_equal: Callable[[str, str], bool]) -> list[str]:

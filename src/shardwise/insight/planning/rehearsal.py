@@ -31,6 +31,7 @@ from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
+from shardwise.frontends.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.frontends.strategies import TENSOR, Runtime
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
@@ -97,7 +98,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         with _explaining("copying the model"):
             model, blocks = blueprint.copied()
             if (shard_dtype := _DTYPES[settings.shard_dtype]) is not None:
-                store_in(model, shard_dtype)
+                store_in(model, shard_dtype, kept_in_float32(model, shard_dtype))
             model.train()
         kind = settings.device_type
         named = settings.backend or dist.get_default_backend_for_device(kind)
@@ -175,19 +176,23 @@ def shard_model(
     """Shard a model as a training does; what is on the meta device gets memory on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     reduce_dtype = settings.reduce_dtype or settings.param_dtype
-    shard = functools.partial(
-        shard_blocks,
-        model,
-        blocks,
-        reshard_after_forward=settings.sharding.reshard_after_forward,
-        precision=MixedPrecisionPolicy(
-            param_dtype=_DTYPES[settings.param_dtype], reduce_dtype=_DTYPES[reduce_dtype]
-        ),
-        placement=blueprint.placement,
-        transport=settings.transport,
-        wire=settings.collective_wire.argument,
-        runtime=settings.runtime,
+    precision = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[settings.param_dtype], reduce_dtype=_DTYPES[reduce_dtype]
     )
+
+    def shard(mesh: DeviceMesh) -> None:
+        shard_blocks(
+            model,
+            blocks,
+            mesh=mesh,
+            reshard_after_forward=settings.sharding.reshard_after_forward,
+            precision=keeping_float32(model, precision),
+            placement=blueprint.placement,
+            transport=settings.transport,
+            wire=settings.collective_wire.argument,
+            runtime=settings.runtime,
+        )
+
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in tensors]
     if TENSOR not in settings.world.names:

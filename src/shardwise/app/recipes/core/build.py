@@ -26,6 +26,7 @@ from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import folder_of_place
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
+from shardwise.frontends.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,
@@ -64,7 +65,8 @@ def shard(
 ) -> FSDPModule:
     """Shard every unit, then the rest, and have blocks recompute what the configuration says.
 
-    Batch norm is kept and computes in float32 whatever the rest does, as its statistics are.
+    Batch norm is kept and computes in float32 whatever the rest does, as its statistics are. So do
+    parameters that ``transformers`` keeps in float32.
 
     Args:
         model: on the meta device, or the same on every rank.
@@ -84,7 +86,8 @@ def shard(
     if config.offload_parameters is not None:
         folder = folder_of_place(config.offload_parameters)
         offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
-    store_in(model, DTYPES[config.shard_dtype])
+    dtype = DTYPES[config.shard_dtype]
+    store_in(model, dtype, kept_in_float32(model, dtype))
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
     )
@@ -93,7 +96,7 @@ def shard(
         units,
         mesh=place.plan.sharding_mesh(place.mesh),
         reshard_after_forward=place.plan.reshard_after_forward,
-        precision=precision,
+        precision=keeping_float32(model, precision),
         placement=placement,
         transport=None if config.transport is TransportName.AUTO else config.transport,
         offload_policy=offload,

@@ -26,6 +26,7 @@ from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World, environment
 from shardwise.frontends.blocks import store_in
+from shardwise.frontends.pretrained.precision import kept_in_float32
 from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan as layout_of
@@ -215,7 +216,8 @@ def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world:
     """
     plan = plan_training(blueprint, config, example, world, Rehearsed.FIRST)
     # Who holds what of one copy of the model, in the dtype that it is kept in.
-    store_in(blueprint.model, DTYPES[config.sharding.shard_dtype])
+    model, dtype = blueprint.model, DTYPES[config.sharding.shard_dtype]
+    store_in(model, dtype, kept_in_float32(model, dtype))
     layout = layout_of(blueprint, WantedMesh((SHARD,), plan.settings.sharding.shape[-1:]))
     return rendered([Text(_head(plan, layout)), _groups(layout), Text(), *needs(plan)])
 
