@@ -85,6 +85,39 @@ def test_hooks_of_a_parameter_are_found_and_run() -> None:
     assert not autograd.has_post_accumulate_hooks(parameter)
 
 
+def test_the_first_hook_comes_before_those_of_users_and_stays_when_they_go() -> None:
+    parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+    order: list[str] = []
+    autograd.set_first_grad_hook(parameter, lambda grad: order.append("first"))
+    assert autograd.grad_hooks(parameter) == []
+    parameter.requires_grad_()
+    handle = parameter.register_hook(lambda grad: order.append("user's"))
+
+    def swap() -> None:  # as to() does with parameters of tensor subclasses
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(2)))
+
+    for changes in (
+        lambda: None,
+        lambda: autograd.set_first_grad_hook(parameter, lambda grad: order.append("new")),
+        lambda: (swap(), autograd.set_first_grad_hook(parameter, lambda g: order.append("last"))),
+        handle.remove,
+    ):
+        changes()
+        (parameter * 2).sum().backward()
+    assert order == ["first", "user's", "new", "user's", "last", "user's", "last"]
+
+
+def test_whether_a_backward_adds_to_the_gradient_of_a_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    found: list[bool] = []
+    parameter.register_hook(lambda grad: found.append(autograd.accumulates(parameter)))
+    loss = (parameter * 2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(inputs=[parameter], retain_graph=True)
+    torch.autograd.grad(loss, [parameter])
+    assert found == [True, True, False]
+
+
 def test_a_version_grows_with_every_write_and_can_be_set() -> None:
     x = torch.ones(2)
     before = autograd.version_of(x)

@@ -123,10 +123,37 @@ def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
     hooks[hook] = hook
 
 
+#: The key of :func:`set_first_grad_hook` among the hooks of a tensor; those of users have numbers.
+_FIRST = "first"
+
+
+def set_first_grad_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Have autograd call ``hook`` with each gradient of ``parameter``, before those of users.
+
+    It stays while ``parameter`` is frozen. It is to be set again after ``swap_tensors``, which
+    keeps the hooks of a tensor in Python, and no longer calls them.
+    """
+    hooks: Any = parameter._backward_hooks
+    if hooks is None:
+        hooks = OrderedDict()
+    hooks[_FIRST] = hook
+    hooks.move_to_end(_FIRST, last=False)
+    parameter._backward_hooks = hooks  # also if it is the same: this tells autograd
+
+
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
     hooks = parameter._backward_hooks
-    return list(hooks.values()) if hooks else []
+    return [hook for key, hook in hooks.items() if key is not _FIRST] if hooks else []
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the current backward adds to ``parameter.grad``: not that of ``autograd.grad``."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return runs_in_this_backward(node)
+    except RuntimeError:  # torch does not say, as the gradient is what autograd.grad returns
+        return False
 
 
 def has_post_accumulate_hooks(parameter: Any) -> bool:

@@ -163,7 +163,8 @@ def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
         placed = redistributed_as(grad, parameter._spec)
         if placed is not grad:
-            parameter.grad = grad = placed
+            parameter.grad = placed
+        return placed
     return grad
 
 

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
 from shardwise.base import observe
@@ -44,6 +45,8 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam, Version
+from shardwise.sharding.placement import full_tensor
+from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
@@ -551,6 +554,7 @@ class PostForwardShards:
                     shard, spec, requires_grad=param.sharded.requires_grad
                 )
                 attributes.share(kept, param.form.attributes)
+                kept.register_post_accumulate_grad_hook(functools.partial(_hand_on_grad, param))
                 param.register(kept)
                 self._registered[param] = kept, autograd.version_with_local(kept)
                 self._shards[param] = shard.view(-1)
@@ -578,3 +582,13 @@ class PostForwardShards:
     def layout_of(self, param: GroupParam) -> Layout:
         """How ``param`` is cut over the smaller mesh."""
         return self._layouts[param]
+
+
+def _hand_on_grad(param: GroupParam, kept: torch.Tensor) -> None:
+    """Add the gradient of a post-forward shard, such as that of a penalty, to the parameter's."""
+    grad, kept.grad = kept.grad, None
+    assert isinstance(grad, DTensor)
+    with autograd.no_grad():
+        rows = param.layout.cut(full_tensor(grad), param.form.mesh.shard.rank)
+        param.form.add_grad(rows.to(param.dtype, memory_format=torch.contiguous_format))
+    param.form.run_hooks()

@@ -91,6 +91,7 @@ class _Steps:
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for form in self._held_by(optimizer):
+            dtensor.placed_grad(form.parameter)  # a program may have set it
             form.count_step()
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -107,6 +108,23 @@ class _Steps:
 _steps = _Steps()
 
 
+class _GradHook:
+    """Brings gradients that autograd adds to a sharded parameter to its placements.
+
+    Those of a model do not come this way: they are delivered from full parameters. Those of a
+    penalty on the sharded parameter may be replicated, or pending a sum.
+    """
+
+    __torch_unserializable__ = True  # torch does not warn that pickles leave it out
+
+    def __init__(self, form: ShardedParam) -> None:
+        self._form = weakref.ref(form)
+
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        form = self._form()
+        return form.place_grad(grad) if form is not None and isinstance(grad, DTensor) else None
+
+
 def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
     """Return the sharded forms of those of ``params`` that are sharded."""
     return _steps.forms_of(params)
@@ -121,6 +139,16 @@ class Growth(enum.Enum):
     NONE = "none"
     NEW = "new"
     MORE = "more"
+
+
+class GradSource(enum.Enum):
+    """What a gradient is of: of what the model computes, or of a penalty on the sharded parameter.
+
+    Those of a model come from full parameters, and those of a penalty from autograd itself.
+    """
+
+    MODEL = "model"
+    PENALTY = "penalty"
 
 
 class ShardedParam:
@@ -145,6 +173,7 @@ class ShardedParam:
         steps: the number of optimizer steps on the parameter so far.
         steps_in_backward: how many of them a :class:`~shardwise.sharding.stepping.Stepper` made.
         growth: what the running backward has added to the gradient, if the parameter is tied.
+        hooked: the backward whose gradient post-accumulate-grad hooks got last, and its source.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
         is_new: whether the shard was on the meta device when it got its memory.
@@ -158,6 +187,7 @@ class ShardedParam:
         self.is_tied = False
         self.steps = self.steps_in_backward = 0
         self.growth = Growth.NONE
+        self.hooked: tuple[int | None, GradSource] = None, GradSource.MODEL
         self.summoned: nn.Parameter | None = None
         self.offload = offload
         self.is_new = False
@@ -170,7 +200,7 @@ class ShardedParam:
             self.parameter = self._wrap(self._copy_of_shard(full), param)
         autograd.share_hooks(param, self.parameter)
         drawing.draw_whole(self.spec)
-        _steps.watch(self)
+        self._watch()
 
     def _wrap(self, shard: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
         """Make a parameter of ``shard``, frozen if ``like`` is."""
@@ -199,7 +229,7 @@ class ShardedParam:
         made.groups = []
         made.offload = copy.deepcopy(self.offload, memo)
         made.summoned, made.growth = None, Growth.NONE
-        _steps.watch(made)
+        made._watch()
         return made
 
     @property
@@ -247,7 +277,7 @@ class ShardedParam:
             owner.register(found)
             self.is_new = self.local.is_meta
             self.parameter = found  # the other modules that it is tied to have to follow
-            _steps.watch(self)
+        self._watch()  # also of the same parameter, if to() has swapped what is in it
         attributes.share(self.parameter, self.attributes)
         with autograd.no_grad():  # a forward of inference mode may be the first one that sees it
             local = self.offload.place(self.local, self.fqn)
@@ -345,6 +375,7 @@ class ShardedParam:
         """Exchange the shard for one on another device, which a ``DTensor`` cannot change."""
         made = self._wrap(shard, self.parameter)
         torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
+        self._watch()
 
     def check_exchange(self, doing: str) -> None:
         """Check that nothing would lose the parameter if it went from or to the meta device.
@@ -361,6 +392,24 @@ class ShardedParam:
                 "remove them first, and drop what was computed from it"
             )
 
+    def _watch(self) -> None:
+        """Have steps on the parameter counted, and gradients of penalties placed."""
+        _steps.watch(self)
+        autograd.set_first_grad_hook(self.parameter, _GradHook(self))
+
+    def place_grad(self, grad: DTensor) -> DTensor:
+        """Return a gradient that autograd is about to add, with the placements of the parameter.
+
+        Raises:
+            NotImplementedError: post-accumulate-grad hooks have had the model's in this backward.
+        """
+        if autograd.has_post_accumulate_hooks(self.parameter) and autograd.accumulates(
+            self.parameter
+        ):
+            self._note_hooks(GradSource.PENALTY)
+        self.offload.wait()  # the gradient that it is added to may be on its way to the host
+        return dtensor.redistributed_as(grad, self.spec)
+
     def add_grad(self, shard: torch.Tensor) -> None:
         """Add a reduced gradient to the gradient of the parameter.
 
@@ -374,7 +423,7 @@ class ShardedParam:
         local = shard if shard.shape == own.shape else shard[: own.numel()].view(own.shape)
         if autograd.grad_hooks(parameter):
             local = self._through_hooks(local)
-        grad = parameter.grad
+        grad = dtensor.placed_grad(parameter)
         if grad is None:
             if self.is_tied:
                 self.growth = Growth.NEW
@@ -434,11 +483,28 @@ class ShardedParam:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
+            self._note_hooks(GradSource.MODEL)
             before = self.version
             autograd.run_post_accumulate_hooks(parameter)
             if self.version != before:  # it steps; one process refuses the old value, too
                 for group in self.groups:
                     group.outdate(self)
+
+    def _note_hooks(self, source: GradSource) -> None:
+        """Note that post-accumulate-grad hooks get a gradient.
+
+        Raises:
+            NotImplementedError: they have had one of the other source in this backward. In one
+                process they get both as one gradient.
+        """
+        backward, (before, last) = autograd.backward_id(), self.hooked
+        if backward is not None and backward == before and source is not last:
+            raise NotImplementedError(
+                f"{self.fqn} on rank {dist.get_rank()}: its post-accumulate-grad hooks would run "
+                "twice in one backward, for the gradient of the model and for that of a penalty on "
+                "the sharded parameter. Call backward() of the penalty by itself"
+            )
+        self.hooked = backward, source
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""
@@ -454,7 +520,7 @@ class ShardedParam:
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        _steps.watch(self)
+        self._watch()
         for owner in self.owners:
             owner.register(parameter)
 
