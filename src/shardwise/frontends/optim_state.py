@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
-from shardwise.base.optim_names import names_in_order
+from shardwise.base.optim_names import counts, names_in_order
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.frontends.state_dict import (
     WrapperModule,
@@ -314,10 +314,18 @@ def _load_by_name(
     keys = {name: key for key, name in names.items()}
     params = sharded_params(model)
     _check_names(state_dict, keys, model)
+    are_counts = counts(
+        (kind, value.ndim, params[name].sharded.ndim)
+        for name, state in state_dict["state"].items()
+        for kind, value in state.items()
+        if isinstance(value, torch.Tensor) and name in params
+    )
     states: dict[Any, dict[str, Any]] = {}
     for name, state in state_dict["state"].items():
         made = {
-            kind: _place(f"{kind} of {name}", receive(value), params.get(name), settings)
+            kind: receive(value).clone()
+            if kind in are_counts and getattr(value, "ndim", None) == 0
+            else _place(f"{kind} of {name}", receive(value), params.get(name), settings)
             for kind, value in state.items()
         }
         states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
@@ -387,8 +395,7 @@ def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictS
     if not isinstance(value, torch.Tensor):
         return value
     value = fsdp.whole(value)
-    is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
-    if isinstance(value, DTensor) or param is None or is_step:
+    if isinstance(value, DTensor) or param is None:
         return value.clone()
     return shard_of(f"optimizer state {what}", value, param, settings)
 

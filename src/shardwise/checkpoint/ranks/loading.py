@@ -127,7 +127,7 @@ def _load(
     into = _model_tensors(saved)
     check_same_model(str(path), manifest.section("model"), into, strict=strict)
     if optimizer is not None:
-        find = destinations(optimizer, names)
+        find = destinations(optimizer, names, manifest.section("optimizer"))
         found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
         into |= {fqn: tensor for fqn, tensor in found if tensor is not None}
     for entry in manifest.section("extra"):

@@ -98,6 +98,11 @@ class Departure:
         for name, tensor in self._state.tensors.items():
             if name not in self._entries:
                 box, local = own_part(tensor)
+                if tuple(local.shape) != box.sizes:
+                    raise ValueError(
+                        f"{name}: found a shard of shape {list(local.shape)} on this rank, "
+                        f"expected {list(box.sizes)}"
+                    )
                 origin, shape = self._state.origins[name], tuple(tensor.shape)
                 self._entries[name] = TensorEntry(
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
@@ -244,7 +249,7 @@ def move(
         if leaving is not None:
             leaving.let_go()
         begin()
-        return _Arrivals(target, doing) if target is not None else None
+        return _Arrivals(target, entries, doing) if target is not None else None
 
     goes_on = False
     try:
@@ -442,10 +447,11 @@ class _Arrivals:
 
     Args:
         target: the model and the optimizer.
+        entries: what will arrive.
         doing: what the ranks do, for error messages.
     """
 
-    def __init__(self, target: Training, doing: str) -> None:
+    def __init__(self, target: Training, entries: Iterable[TensorEntry], doing: str) -> None:
         self.model, self._optimizer = target
         self._doing = doing
         self._saved = model_state(self.model, ignore_frozen_params=False)
@@ -458,7 +464,8 @@ class _Arrivals:
         for each in inside_of(self._optimizer):
             if isinstance(each, CheckedOptimizer):
                 each.__setstate__({})  # forgets what it knows of the layout before
-        self._state = destinations(self._optimizer, names) if self._optimizer else None
+        optimizer = self._optimizer
+        self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
