@@ -49,18 +49,20 @@ class AroundOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignored: the base class would start with a state of its own."""
+        """Give the inner optimizer this state; the base class would start with one of its own."""
+        if self._constructed:
+            self.inner.state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported after construction.
+        """Not supported: add groups to the inner optimizer, before this one is made.
 
         Args:
-            param_group: ignored.
+            param_group: a group; during construction, one of the inner optimizer.
 
         Raises:
-            NotImplementedError: always; the base class adds none either.
+            NotImplementedError: it is another.
         """
-        if self._constructed:
+        if not any(param_group is each for each in self.inner.param_groups):
             raise NotImplementedError(
                 f"{type(self).__name__}: parameters cannot be added; add them to the inner "
                 f"optimizer and create {type(self).__name__} again"

@@ -188,7 +188,16 @@ class OffloadedOptimizer(AroundOptimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignored: the base class would start with a state of its own."""
+        """Refused, once constructed: the states are kept elsewhere.
+
+        Raises:
+            NotImplementedError: always then.
+        """
+        if self._constructed:
+            raise NotImplementedError(
+                f"{type(self).__name__}: its state cannot be replaced, since it is kept elsewhere; "
+                "load it with load_state_dict"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, with masters among the states.
