@@ -45,13 +45,25 @@ class AroundOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of the inner optimizer; the outer state is in :meth:`state_dict`."""
+        self.settle()
         return self.inner.state
 
     @state.setter
     def state(self, value: Any) -> None:
         """Give the inner optimizer this state; the base class would start with one of its own."""
         if self._constructed:
-            self.inner.state = value
+            self.replace_state(value)
+
+    def settle(self) -> None:
+        """Wait until the state can be read."""
+
+    def replace_state(self, value: Any) -> None:
+        """Give the inner optimizer another state.
+
+        Args:
+            value: states by parameter.
+        """
+        self.inner.state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: add groups to the inner optimizer, before this one is made.
