@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import (
+    FullyShardedDataParallel,
     PeerLostError,
     RanksDivergedError,
     checkpoint,
@@ -256,6 +257,53 @@ def test_scalars_plain_parameters_and_ranks_without_rows(
             set_gradients(each, step)
             steps.step()
     _assert_same(net, wanted, name)
+
+
+#: Optimizers with scalars in the states of all parameters: steps, and ``eta`` and ``mu`` of ASGD.
+COUNTING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "local-adamw": lambda params: local(torch.optim.AdamW, params, lr=0.1),
+    "local-asgd": lambda params: local(torch.optim.ASGD, params, t0=1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "asgd": lambda params: torch.optim.ASGD(params, t0=1, foreach=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+@on_threads(2)
+def test_what_counts_is_told_from_the_state_of_a_scalar(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    make = COUNTING[name]
+    wanted, trained = Odd(), Odd()
+    wrapped = FullyShardedDataParallel(trained, device_id=torch.device("cpu"))
+    its, optimizer = make(wanted.parameters()), make(wrapped.parameters())
+    for each, steps in ((wanted, its), (trained, optimizer)):
+        for step in range(2):
+            set_gradients(each, step)
+            steps.step()
+        steps.zero_grad()
+    kinds = {key: type(value) for key, value in optimizer.state[trained.rows].items()}
+    assert {torch.Tensor, DTensor} == set(kinds.values())
+    checkpoint.save(tmp_path / "saved", wrapped, optimizer)
+    by_name = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)
+    checkpoint.save_rank_checkpoint(str(tmp_path / "files"), wrapped, optimizer)
+    fresh = make(wrapped.parameters())
+    checkpoint.load(tmp_path / "saved", wrapped, fresh)
+    loaded = [optimizer, fresh]
+    loaded += [make(wrapped.parameters()) for _ in range(2)]
+    FullyShardedDataParallel.optim_state_dict_to_load(
+        wrapped, loaded[2], by_name, load_directly=True
+    )
+    checkpoint.load_rank_checkpoint(str(tmp_path / "files"), wrapped, loaded[3])
+    for each in loaded:
+        assert {key: type(value) for key, value in each.state[trained.scalar].items()} == kinds
+    relayout(wrapped, fresh, strategy="no-shard")
+    assert {key: type(value) for key, value in fresh.state[trained.scalar].items()} == kinds
+    for each, steps in ((wanted, its), (trained, fresh)):
+        set_gradients(each, 2)
+        steps.step()
+    _assert_same(trained, wanted, name)
 
 
 @pytest.mark.parametrize("name", WAYS)

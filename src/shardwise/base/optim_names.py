@@ -7,11 +7,14 @@ checkpoints and DiLoCo all go through here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+#: The state that counts the steps of a parameter.
+STEP = "step"
 
 #: What wrappers of torch put into names, and state dicts leave out.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -57,6 +60,17 @@ def named_in_group(group: Mapping[str, Any], number: int) -> list[tuple[str, Ten
 def keys_in_order(state_dict: Mapping[str, Any]) -> list[Any]:
     """The keys that an optimizer's state dict has for its parameters, in their order."""
     return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
+def counts(states: Iterable[tuple[str, int, int]]) -> set[str]:
+    """The names of states that are scalars for parameters of any shape, such as numbers of steps.
+
+    For a scalar parameter, they have its shape by chance.
+
+    Args:
+        states: the name of each state, its dimensions, and those of its parameter.
+    """
+    return {STEP, *(name for name, ndim, of_param in states if of_param and not ndim)}
 
 
 def names_in_order(

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
-from shardwise.base.optim_names import parameters_in_order
+from shardwise.base.optim_names import STEP, parameters_in_order
 from shardwise.optim.checked import AT_ONCE, gradient, with_gradients
-from shardwise.optim.forms import STEP, Form, OwnStates
+from shardwise.optim.forms import Form, OwnStates
 from shardwise.optim.pool import Pools
 from shardwise.optim.reductions import Reductions, abandon, groups_cutting
 

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
 from shardwise.base import devices
+from shardwise.base.optim_names import STEP
 from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.checked import gradient, with_gradients
 from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
-from shardwise.optim.forms import STEP, Form, OwnStates
+from shardwise.optim.forms import Form, OwnStates
 from shardwise.optim.reductions import Reductions
 
 #: Tensors with fewer elements keep moments in fp32.

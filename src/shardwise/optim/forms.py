@@ -20,13 +20,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
-from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.base.optim_names import STEP, keys_in_order, parameters_in_order
 from shardwise.base.scratch import file
 from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.part import row_major
-
-#: The number of steps of a parameter, in its state: a 0-dim tensor of fp32 on the host.
-STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,8 @@ class OwnStates(CheckedOptimizer):
             param: a parameter of this optimizer.
 
         Returns:
-            Tensors by name. Where the parameter is a ``DTensor``, all but ``step`` are.
+            Tensors by name. Where the parameter is a ``DTensor``, all but ``step`` are, which is a
+            0-dim tensor of fp32 on the host.
         """
         device = dtensor.plain(param).device
         made = {name: form.zeros(device) for name, form in self._forms(param).items()}

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 
-#: The attribute of an original parameter that names its sharded form; for modules that still hold
-#: the original.
+#: The attribute of a parameter that another one has taken the place of: the form of that. Modules
+#: and optimizers may still hold it.
 TAKEN = "_shardwise_form"
 
 _OWN = (nn.Parameter, DTensor)  # classes that keep nothing of their own in ``__dict__``
@@ -46,6 +46,12 @@ def share(param: nn.Parameter, attributes: dict[str, Any]) -> None:
     elif vars(param) is not attributes:
         attributes.update(vars(param))
         param.__dict__ = attributes
+
+
+def leave(param: torch.Tensor) -> None:
+    """Let ``param``, which is no longer a form of its parameter, keep what it has as its own."""
+    if type(param) in _OWN:
+        param.__dict__ = {**vars(param)}
 
 
 def copies(attributes: dict[str, Any], memo: dict[Any, Any]) -> dict[str, Any]:

@@ -46,7 +46,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam, Version
 from shardwise.sharding.placement import full_tensor
-from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 

@@ -163,8 +163,8 @@ def test_saved_state_is_read_into_the_optimizers_own_or_into_its_likeness() -> N
         entry("0.weight", "row", (2,), "F64"),
     ]
     held = optimizer.state[model[0].weight]
-    assert destinations(optimizer, names)(entries[0]) is held["exp_avg"]
-    find = destinations(fresh, names)
+    assert destinations(optimizer, names, entries)(entries[0]) is held["exp_avg"]
+    find = destinations(fresh, names, entries)
     made = [tensor for each in entries if (tensor := find(each)) is not None]
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in made] == [
         ((2, 3), torch.float32),

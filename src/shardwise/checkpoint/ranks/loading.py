@@ -133,8 +133,9 @@ def _load(
         arrival.expect(_model_values(manifest, reader, arrival, str(path)))
         into: dict[str, Tensor] = {}
         if optimizer is not None:
-            find = destinations(optimizer, parameter_names(model, own))
-            found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
+            names, saved = parameter_names(model, own), manifest.section("optimizer")
+            find = destinations(optimizer, names, saved)
+            found = ((entry.fqn, find(entry)) for entry in saved)
             into = {fqn: tensor for fqn, tensor in found if tensor is not None}
         for entry in manifest.section("extra"):
             into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

@@ -101,6 +101,11 @@ class Departure:
         for name, tensor in self._state.tensors.items():
             if name not in self._entries:
                 box, local = own_part(tensor)
+                if tuple(local.shape) != box.sizes:
+                    raise ValueError(
+                        f"{name}: found a shard of shape {list(local.shape)} on this rank, "
+                        f"expected {list(box.sizes)}"
+                    )
                 origin, shape = self._state.origins[name], tuple(tensor.shape)
                 self._entries[name] = TensorEntry(
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
@@ -161,7 +166,7 @@ class Departure:
         offloaded = [each for each in optimizers if isinstance(each, OffloadedOptimizer)]
         if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
             for each in optimizers:
-                each.state.clear()
+                each.drop_states() if isinstance(each, OptimizerOnShards) else each.state.clear()
 
     def leave(self) -> None:
         """Leave nothing in the model and the optimizer, and forget them."""
@@ -248,7 +253,7 @@ def move(
         if leaving is not None:
             leaving.let_go()
         begin()
-        return _Arrivals(target, arriving, doing) if target is not None else None
+        return _Arrivals(target, entries, arriving, doing) if target is not None else None
 
     goes_on = False
     try:
@@ -458,11 +463,18 @@ class _Arrivals:
 
     Args:
         target: the model and the optimizer.
+        entries: what will arrive.
         in_place: the names of what arrives where it belongs.
         doing: what the ranks do, for error messages.
     """
 
-    def __init__(self, target: Training, in_place: frozenset[str], doing: str) -> None:
+    def __init__(
+        self,
+        target: Training,
+        entries: Iterable[TensorEntry],
+        in_place: frozenset[str],
+        doing: str,
+    ) -> None:
         self.model, self._optimizer = target
         self._in_place, self._doing = in_place, doing
         self._own = own_tensors(self.model)
@@ -475,7 +487,8 @@ class _Arrivals:
         for each in inside_of(self._optimizer):
             if isinstance(each, CheckedOptimizer):
                 each.__setstate__({})  # forgets what it knows of the layout before
-        self._state = destinations(self._optimizer, names) if self._optimizer else None
+        optimizer = self._optimizer
+        self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:

@@ -8,7 +8,7 @@ checkpoint says so, or an optimizer whose state has shapes of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from shardwise.base.errors import CheckpointError
 from shardwise.base.optim_names import (
+    STEP,
+    counts,
     keys_in_order,
     names_in_order,
     parameters_in_order,
@@ -27,7 +29,6 @@ from shardwise.checkpoint.disk.entries import TensorEntry, torch_dtype
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-_STEP = "step"  # a count, even if it has the shape of its parameter
 
 
 def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, str]:
@@ -140,7 +141,7 @@ def _together(state: Any, param: Tensor, where: str) -> Any:
 
 
 def destinations(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], entries: Iterable[TensorEntry]
 ) -> Callable[[TensorEntry], Tensor | None]:
     """Make tensors to read the saved state of an optimizer into, sharded like its parameters.
 
@@ -149,6 +150,7 @@ def destinations(
     Args:
         optimizer: the optimizer.
         names: names by parameter.
+        entries: what was saved.
 
     Returns:
         A function that returns the tensor for an entry of the optimizer; ``None`` if this rank
@@ -167,6 +169,11 @@ def destinations(
     offloaded = next((each for each in inside if isinstance(each, OffloadedOptimizer)), None)
     on_shards = next((each for each in inside if isinstance(each, OptimizerOnShards)), None)
     kept = None if on_shards is None else on_shards.kept()
+    are_counts = counts(
+        (str(entry.path[-1]), len(entry.shape), mine[str(entry.path[2])].ndim)
+        for entry in entries
+        if entry.section == "optimizer" and len(entry.path) > 3 and str(entry.path[2]) in mine
+    )
 
     @functools.cache
     def made(param: Tensor) -> dict[str, Tensor]:
@@ -192,7 +199,7 @@ def destinations(
             return found
         new = made(param).get(str(entry.path[-1]))
         if new is None or not _is_alike(new, entry, param):
-            new = _made_for(param, entry)
+            new = _made_for(param, entry, are_counts)
         return new if offloaded is None else offloaded.home_like(new)
 
     return destination
@@ -216,9 +223,10 @@ def _is_alike(before: Any, entry: TensorEntry, param: Tensor) -> bool:
     )
 
 
-def _made_for(param: Tensor, entry: TensorEntry) -> Tensor:
-    dtype = torch_dtype(entry.dtype)
-    if entry.path[-1] != _STEP and entry.shape == tuple(param.shape):
+def _made_for(param: Tensor, entry: TensorEntry, are_counts: Container[str]) -> Tensor:
+    dtype, name = torch_dtype(entry.dtype), str(entry.path[-1])
+    is_count = name == STEP or (name in are_counts and not entry.shape)
+    if not is_count and entry.shape == tuple(param.shape):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and entry.placements:
         # For instance a factor of a factored moment: sharded on the dimensions that it shares.

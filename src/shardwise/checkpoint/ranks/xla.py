@@ -157,16 +157,16 @@ def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], whe
 def _sharded_optimizer(file: RankFile, tree: Any, model_state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of the optimizer, with a ``DTensor`` for each shard."""
     where = f"{file.path}, optimizer"
-    state: dict[str, Any] = {}
-    for name, values in _dict(_dict(tree, where).get("state"), f"{where}, state").items():
+    state: dict[str, dict[str, Any]] = {}
+    for name, values in _dict(_dict(tree, where).get("state", {}), f"{where}, state").items():
         if name not in model_state:
             refuse(f"{where}, state", name, "the name of a parameter of the model")
-        state[name] = {
-            key: _wrapped_like(
-                value, model_state[name], file.optimizer_parts.get(f"state.{name}.{key}")
-            )
-            for key, value in _dict(values, f"{where}, {name}").items()
-        }
+        state[name] = {}
+        for key, value in _dict(values, f"{where}, {name}").items():
+            part = file.optimizer_parts.get(f"state.{name}.{key}")
+            if part is not None or isinstance(value, DTensor):
+                value = _wrapped_like(value, model_state[name], part)
+            state[name][key] = value
     return {**tree, "state": state}
 
 
