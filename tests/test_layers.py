@@ -65,7 +65,7 @@ INNER_LAYERS = {
         ["fsdp2"],
         ["strategies"],
         ["blocks", "settings", "torch_groups"],
-        ["state_dict"],
+        ["optim_groups", "state_dict"],
         ["optim_state"],
         ["unit"],
         ["fsdp"],

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,48 @@ def _raised(function: Any) -> set[str]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
         if ast.unparse(node.exc.func)[0].isupper()  # else a function makes the error
     }
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """The functions that a public name calls: itself, or what makes a class."""
+    made = vars(value).get("__init__") if inspect.isclass(value) else value
+    if inspect.isroutine(made) and made.__code__.co_filename != "<string>":  # not of a dataclass
+        yield made
+
+
+def _unread(function: Any) -> set[str]:
+    """The arguments that a function never looks at, unless all it does is to raise an error."""
+    made = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(made, ast.FunctionDef)
+    body = made.body[1:] if ast.get_docstring(made) else made.body
+    if all(isinstance(each, ast.Raise) for each in body):
+        return set()
+    read = {
+        node.id
+        for each in body
+        for node in ast.walk(each)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    if "locals" in read:  # by name, as tables beside the function say
+        home = ast.parse(Path(inspect.getfile(function)).read_text())
+        constants = [each.value for each in ast.walk(home) if isinstance(each, ast.Constant)]
+        read.update(each for each in constants if isinstance(each, str))
+    return set(inspect.signature(function).parameters) - read - {"self", "cls"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_no_argument_is_accepted_and_ignored(name: str) -> None:
+    for function in _functions(DOCUMENTED[name]):
+        assert not _unread(function), "honor these, or raise an error if they are passed"
+
+
+def test_an_argument_that_is_ignored_is_found() -> None:
+    def ignores(one: int, two: int = 0, *, three: int = 0) -> int:
+        """Read one, and drop two."""
+        del two
+        return one
+
+    assert _unread(ignores) == {"two", "three"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from shardwise import (
     XlaFullyShardedDataParallel,
 )
 from shardwise.checkpoint.ranks.state import sharded_state_dict
+from shardwise.transport.peers import new_group
 from tests.corpus.gathering import in_full
 from tests.frontends.training import (
     STRATEGIES,
@@ -312,6 +313,74 @@ def test_the_older_functions_for_optimizer_state(rank: int, world_size: int) -> 
     strange = torch.optim.Adam(nn.Linear(2, 2, bias=False).parameters())
     with pytest.raises(ValueError, match=r"of shape \[2, 2\], which the model does"):
         fsdp.optim_state_dict(model, strange)
+
+
+def _head_first(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups in another order than the model, as scripts write them."""
+    of_head, rest = [], []
+    for name, param in model.named_parameters():
+        (of_head if name.startswith("head") else rest).append(param)
+    return [{"params": of_head, "lr": 0.03}, {"params": rest, "lr": 0.001}]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@on_threads(2)
+def test_keys_are_of_the_groups_of_the_optimizer(
+    rank: int, world_size: int, momentum: float
+) -> None:
+    fsdp = FullyShardedDataParallel
+    names, ids = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
+    plain = seeded(Net)
+    reference = torch.optim.SGD(_head_first(plain), lr=0.1, momentum=momentum)
+    for param in plain.parameters():
+        param.grad = torch.full_like(param, param.numel())
+    reference.step()
+    state = reference.state_dict()
+    by_name = fsdp.rekey_optim_state_dict(state, names, plain, optim=reference)
+    for name, param in plain.named_parameters():
+        assert by_name["state"].get(name, {}) == reference.state.get(param, {}), name
+    assert by_name["param_groups"][0]["params"] == ["head.bias", "head.weight"]
+    for given in (reference, _head_first(plain)):
+        assert fsdp.rekey_optim_state_dict(state, names, plain, given) == by_name
+    with pytest.raises(ValueError, match="group 0: found 2 parameters, expected"):
+        fsdp.rekey_optim_state_dict(state, names, plain, plain.parameters())
+    with pytest.raises(ValueError, match="found 2 groups, and ids in their order"):
+        fsdp.rekey_optim_state_dict(state, names, plain)
+    with pytest.raises(ValueError, match=r"optim_input: found groups of \[\d+\] parameters"):
+        fsdp.rekey_optim_state_dict(state, names, plain, plain.parameters(), reference)
+
+    # And back, into an optimizer whose groups are in the other order.
+    model = wrapped()
+    its = torch.optim.SGD(_head_first(model.module)[::-1], lr=0.1, momentum=momentum)
+    its.load_state_dict(fsdp.rekey_optim_state_dict(by_name, ids, model, optim=its))
+    assert [group["lr"] for group in its.param_groups] == [0.001, 0.03]
+    fsdp.optim_state_dict_to_load(model, its, by_name, load_directly=True)
+    assert [group["lr"] for group in its.param_groups] == [0.001, 0.03]
+    for name, param in plain.named_parameters():
+        wanted = reference.state.get(param, {}).get("momentum_buffer")
+        if momentum and wanted is not None:
+            assert torch.equal(
+                in_full(its.state[model.get_parameter(name)]["momentum_buffer"]), wanted
+            )
+    mixed = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"in one group of the optimizer.*'lr': 0\.0"):
+        fsdp.optim_state_dict_to_load(model, mixed, by_name)
+
+
+@on_threads(2)
+def test_a_group_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
+    fsdp, model = FullyShardedDataParallel, wrapped()
+    optimizer = train(model, rank, world_size)
+    alone = new_group([rank])
+    calls = (
+        lambda group: fsdp.optim_state_dict(model, optimizer, group=group),
+        lambda group: fsdp.full_optim_state_dict(model, optimizer, group=group),
+        lambda group: fsdp.sharded_optim_state_dict(model, optimizer, group=group),
+    )
+    for call in calls:
+        call(torch.distributed.group.WORLD)
+        with pytest.raises(ValueError, match=rf"group on rank {rank}: found ranks \[{rank}\]"):
+            call(alone)
 
 
 @on_threads(2)

@@ -95,6 +95,12 @@ def test_it_shards_over_groups_of_ranks(rank: int, world_size: int) -> None:
         XlaFullyShardedDataParallel(Net(), sharding_groups=groups, sharding_rank=7)
     with pytest.raises(ValueError, match=f"sharding_groups: found rank {rank} in . of the lists"):
         XlaFullyShardedDataParallel(Net(), sharding_groups=[[rank], [rank]])
+    with pytest.raises(ValueError, match="found process_group and sharding_groups"):
+        XlaFullyShardedDataParallel(
+            Net(), sharding_groups=groups, process_group=torch.distributed.group.WORLD
+        )
+    with pytest.raises(ValueError, match="sharding_world_size: found 2 on rank"):
+        XlaFullyShardedDataParallel(Net(), sharding_world_size=2)
 
 
 @on_threads(1)

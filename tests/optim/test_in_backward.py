@@ -848,6 +848,8 @@ def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
     optimizer = in_backward(net, adamw)
     with pytest.raises(NotImplementedError, match="add them to the inner optimizer"):
         optimizer.add_param_group({"params": []})
+    optimizer.state = {}
+    assert optimizer.inner.state == {}
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(net, batches(world_size)[rank])).backward()
     with pytest.raises(NotImplementedError, match="GradScaler"):

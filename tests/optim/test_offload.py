@@ -793,6 +793,8 @@ def test_a_state_of_something_else_is_refused_and_nothing_is_changed(
     spoil(saved)
     with pytest.raises(ValueError, match="param"):
         optim.load_state_dict(saved)
+    with pytest.raises(NotImplementedError, match="load it with load_state_dict"):
+        optim.state = {}
     assert_same(mine, optim, other, theirs)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -26,8 +26,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
-from shardwise.base.optim_names import counts, names_in_order
+from shardwise.base.optim_names import counts, keys_in_order
 from shardwise.checkpoint.disk.values import replaced_in
+from shardwise.frontends.optim_groups import (
+    check_same_groups,
+    groups_like,
+    made_from,
+    names_by_key,
+    renamed,
+)
 from shardwise.frontends.state_dict import (
     WrapperModule,
     exported,
@@ -62,12 +69,16 @@ class OptimSavingModule(WrapperModule):
             model: the model, wrapped or with wrapped modules in it.
             optim: an optimizer of its parameters.
             optim_state_dict: a state to convert in place of ``optim.state_dict()``.
-            group: ignored: parameters know the ranks that they are sharded over.
+            group: not needed: parameters know the ranks that they are sharded over.
 
         Returns:
             A dict with ``"state"``, by parameter names, and ``"param_groups"``. Its tensors are
             ``DTensor`` shards, or full, depending on the state dict type.
+
+        Raises:
+            ValueError: ``group`` has other ranks than the model.
         """
+        _check_group(model, group)
         settings = WrapperModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return _save_by_name(model, optim, state, settings)
@@ -125,13 +136,19 @@ class OptimSavingModule(WrapperModule):
         Args:
             model: the model, wrapped or with wrapped modules in it.
             optim: an optimizer of its parameters.
-            optim_input: not needed; accepted as in torch.
+            optim_input: not needed: what ``optim`` was made from.
             rank0_only: return the state on the first rank only.
-            group: not needed: parameters know over which ranks they are sharded.
+            group: not needed: parameters know the ranks that they are sharded over.
 
         Returns:
             A dict with ``"state"`` and ``"param_groups"``; its tensors are full and on the CPU.
+
+        Raises:
+            ValueError: ``optim`` was made from other parameters than ``optim_input``, or ``group``
+                has other ranks than the model.
         """
+        made_from(optim, optim_input)
+        _check_group(model, group)
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
         return _save_by_name(model, optim, optim.state_dict(), settings)
@@ -145,11 +162,15 @@ class OptimSavingModule(WrapperModule):
         Args:
             model: the model, wrapped or with wrapped modules in it.
             optim: an optimizer of its parameters.
-            group: not needed: parameters know over which ranks they are sharded.
+            group: not needed: parameters know the ranks that they are sharded over.
 
         Returns:
             A dict with ``"state"`` and ``"param_groups"``.
+
+        Raises:
+            ValueError: ``group`` has other ranks than the model.
         """
+        _check_group(model, group)
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
         return _save_by_name(model, optim, optim.state_dict(), settings)
 
@@ -165,12 +186,17 @@ class OptimSavingModule(WrapperModule):
         Args:
             full_optim_state_dict: the full state, on every rank.
             model: the model, wrapped or with wrapped modules in it.
-            optim_input: not needed; accepted as in torch.
-            optim: an optimizer of its parameters.
+            optim_input: what an optimizer was made from, in place of ``optim``.
+            optim: an optimizer of its parameters; without it and ``optim_input``, the state is for
+                one that has ``model.parameters()`` in order.
 
         Returns:
             A dict for ``optim.load_state_dict``.
+
+        Raises:
+            ValueError: ``optim`` was made from other parameters than ``optim_input``.
         """
+        optim = made_from(optim, optim_input)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
         return _load_by_name(model, optim, full_optim_state_dict, settings)
 
@@ -204,13 +230,18 @@ class OptimSavingModule(WrapperModule):
         Args:
             full_optim_state_dict: the full state on the first rank, ``None`` on the others.
             model: the model, wrapped or with wrapped modules in it.
-            optim_input: not needed; accepted as in torch.
-            optim: an optimizer of its parameters.
+            optim_input: what an optimizer was made from, in place of ``optim``.
+            optim: an optimizer of its parameters; without it and ``optim_input``, the state is for
+                one that has ``model.parameters()`` in order.
             group: the ranks to send the state to; by default all ranks of the mesh.
 
         Returns:
             A dict for ``optim.load_state_dict``.
+
+        Raises:
+            ValueError: ``optim`` was made from other parameters than ``optim_input``.
         """
+        optim = made_from(optim, optim_input)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
         return _load_from_first_rank(model, optim, full_optim_state_dict, settings, group)
 
@@ -228,18 +259,25 @@ class OptimSavingModule(WrapperModule):
             optim_state_dict: a state by name or by id.
             optim_state_key_type: the type of keys to return.
             model: the model, which need not be wrapped.
-            optim_input: ignored.
-            optim: an optimizer of its parameters; ``None`` for one that has
-                ``model.parameters()`` in order.
+            optim_input: parameters or groups that an optimizer was made from, in place of
+                ``optim``; or the optimizer itself.
+            optim: an optimizer of its parameters. Ids are numbers in its order, and groups become
+                as its own are. Without it and ``optim_input``, ids are numbers in the order of
+                ``model.parameters()``.
 
         Returns:
             A new dict with the same values.
 
         Raises:
-            ValueError: keys are of both types, or a parameter is not the model's.
+            ValueError: keys are of both types, or a parameter is not the model's, or the optimizer
+                has other parameters or groups than the state. Or there are several groups, and
+                nothing says which parameters are in which.
         """
+        optim = made_from(optim, optim_input)
         wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
-        kinds = {type(key) for key in optim_state_dict["state"]}
+        saved = optim_state_dict["param_groups"]
+        given = [*optim_state_dict["state"], *keys_in_order(optim_state_dict)]
+        kinds = {type(key) for key in given}
         if kinds <= {wanted}:
             return optim_state_dict
         if len(kinds) > 1:
@@ -247,20 +285,27 @@ class OptimSavingModule(WrapperModule):
                 f"optimizer state: found keys of types {sorted(map(str, kinds))}, expected names "
                 "or ids"
             )
-        names = _names_by_key(model, optim)
+        if optim is None and wanted is str and len(saved) > 1:
+            raise ValueError(
+                f"optimizer state: found {len(saved)} groups, and ids in their order, expected the "
+                "optimizer that has these groups; pass it as optim"
+            )
+        names = names_by_key(model, optim)
         table: Mapping[Any, Any] = (
             names if wanted is str else {name: key for key, name in names.items()}
         )
-        unknown = [key for key in optim_state_dict["state"] if key not in table]
+        unknown = [key for key in dict.fromkeys(given) if key not in table]
         if unknown:
             raise ValueError(
                 f"optimizer state: {unknown} are no parameters of {type(model).__name__} that the "
                 "optimizer has"
             )
-        groups = copy.deepcopy(optim_state_dict["param_groups"])
-        for group in groups:
-            group["params"] = sorted(table[key] for key in group["params"])
         state = {table[key]: value for key, value in optim_state_dict["state"].items()}
+        if wanted is int:
+            return {"state": state, "param_groups": groups_like(optim, saved, table)}
+        groups = [renamed(group, [table[key] for key in group["params"]]) for group in saved]
+        if optim is not None:
+            check_same_groups(groups, names, optim)
         return {"state": state, "param_groups": groups}
 
 
@@ -276,7 +321,7 @@ def _save_by_name(
             "optim_state_dict: found an optimizer of shardwise.optim.whole, which has states of "
             "different parameters on each rank, expected all on all ranks; use shardwise.checkpoint"
         )
-    names = _names_by_key(model, optimizer)
+    names = names_by_key(model, optimizer)
     config = settings.optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)
     keeps = not rank0_only or is_first(wrappers_in(model)[0].settings.mesh)
@@ -291,9 +336,10 @@ def _save_by_name(
         states[name] = kept
     if not keeps:
         return {}
-    groups = copy.deepcopy(state_dict["param_groups"])
-    for group in groups:
-        group["params"] = [_name_of(key, names) for key in group["params"]]
+    groups = [
+        {**copy.deepcopy(group), "params": [_name_of(key, names) for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
     return {"state": states, "param_groups": groups}
 
 
@@ -310,7 +356,7 @@ def _load_by_name(
     Without an optimizer, it is for one that has ``model.parameters()`` in order. Values are first
     what ``receive`` makes of them.
     """
-    names = _names_by_key(model, optimizer)
+    names = names_by_key(model, optimizer)
     keys = {name: key for key, name in names.items()}
     params = sharded_params(model)
     _check_names(state_dict, keys, model)
@@ -329,7 +375,7 @@ def _load_by_name(
             for kind, value in state.items()
         }
         states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
-    groups = _groups_like(optimizer, state_dict["param_groups"], keys)
+    groups = groups_like(optimizer, state_dict["param_groups"], keys)
     if key_type is OptimStateKeyType.PARAM_NAME:
         for group in groups:
             group["params"] = [names[key] for key in group["params"]]
@@ -379,13 +425,6 @@ def _load_from_first_rank(
     return _load_by_name(model, optim, sent[0], settings, keys, receive)
 
 
-def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
-    """The name of each parameter by its id in the optimizer's state dict."""
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    found = names.values() if optimizer is None else names_in_order(optimizer, names)
-    return dict(enumerate(found))
-
-
 def _name_of(key: Any, names: Mapping[int, str]) -> str:
     return key if isinstance(key, str) else names[key]
 
@@ -411,24 +450,20 @@ def _check_names(state_dict: StateDict, keys: Mapping[str, int], model: nn.Modul
         )
 
 
-def _groups_like(
-    optimizer: torch.optim.Optimizer | None, saved: list[dict[str, Any]], keys: Mapping[str, int]
-) -> list[dict[str, Any]]:
-    """Saved parameter groups with ids, in the order and with the members of the optimizer's.
+def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Check that a process group is one that the model is sharded over.
 
-    ``Optimizer.load_state_dict`` matches parameters by position, not by id.
+    Raises:
+        ValueError: it has other ranks.
     """
-    groups = copy.deepcopy(saved)
-    for group in groups:
-        group["params"] = sorted(keys[name] for name in group["params"])
-    if optimizer is None:
-        return groups
-    group_of = {key: group for group in groups for key in group["params"]}
-    made: list[dict[str, Any]] = []
-    first = 0
-    for own in optimizer.param_groups:
-        members = list(range(first, first + len(own["params"])))
-        first += len(members)
-        found = next((group_of[key] for key in members if key in group_of), {})
-        made.append({**found, "params": members})
-    return made
+    if group is None:
+        return
+    mesh = wrappers_in(model)[0].settings.mesh
+    every = [mesh.mesh.flatten().tolist()]
+    every += [dist.get_process_group_ranks(each) for each in mesh.get_all_groups()]
+    found = dist.get_process_group_ranks(group)
+    if sorted(found) not in map(sorted, every):
+        raise ValueError(
+            f"group on rank {dist.get_rank()}: found ranks {found}, expected those that the model "
+            f"is sharded over, {every[0]}; leave it out"
+        )

@@ -30,6 +30,7 @@ _WITHOUT_EFFECT: WithoutEffect = {
     "optimization_barrier_in_forward": ((True,), _COMPILED),
     "optimization_barrier_in_backward": ((True,), _COMPILED),
     "mark_step_on_finalization": ((False, None), _COMPILED),
+    "shard_param_on_dim_0": ((True, False), "parameters are sharded along dimension 0 anyway"),
     "pin_layout_in_collective_ops": ((True,), _COMPILED),
     "coalesce_all_gather_ops": ((False, None), _PACKED),
     "reduce_scatter_bucket_size_mb": ((0, None), _PACKED),
@@ -73,8 +74,8 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         fp32_reduce_scatter: reduce gradients in float32, whatever ``compute_dtype`` is.
         sharding_groups: lists of ranks. This rank shards, and averages gradients, over the list
             that it is in.
-        sharding_rank: the position of this rank in its list, to be checked.
-        sharding_world_size: the length of that list, to be checked.
+        sharding_rank: the position of this rank in its list, or among all ranks, to be checked.
+        sharding_world_size: the length of that list, or their number, to be checked.
         shard_param_on_dim_0: without effect: parameters are sharded along dimension 0.
         pin_layout_in_collective_ops: without effect.
         coalesce_all_gather_ops: without effect: transports decide what to pack.
@@ -89,7 +90,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
     Raises:
         ValueError: as for :class:`FullyShardedDataParallel`; or this rank is in none or several of
-            ``sharding_groups``.
+            ``sharding_groups``, or there is a ``process_group``, too.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
     ) -> None:
         given = dict(locals())  # arguments by name, as the tables below list them
         warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
-        group = process_group or _group_of_this_rank(
-            sharding_groups, sharding_rank, sharding_world_size
+        group = _group_of_this_rank(
+            process_group, sharding_groups, sharding_rank, sharding_world_size
         )
         strategy = (
             ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
@@ -156,24 +157,35 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
 
 def _group_of_this_rank(
-    groups: Sequence[Sequence[int]] | None, rank: int | None, world_size: int | None
+    group: dist.ProcessGroup | None,
+    groups: Sequence[Sequence[int]] | None,
+    rank: int | None,
+    world_size: int | None,
 ) -> dist.ProcessGroup | None:
-    """The process group of the list that this rank is in."""
-    if groups is None:
-        return None
+    """The process group that was passed, or that of the list that this rank is in."""
+    if groups is None and rank is None and world_size is None:
+        return group
     me = dist.get_rank()
-    own = [list(group) for group in groups if me in group]
-    if len(own) != 1:
+    if groups is None:
+        ranks, what = dist.get_process_group_ranks(group), "process_group"
+    elif group is not None:
         raise ValueError(
-            f"sharding_groups: found rank {me} in {len(own)} of the lists "
-            f"{[list(group) for group in groups]}, expected it in one"
+            f"found process_group and sharding_groups on rank {me}, expected one of the two"
         )
+    else:
+        own = [list(each) for each in groups if me in each]
+        if len(own) != 1:
+            raise ValueError(
+                f"sharding_groups: found rank {me} in {len(own)} of the lists "
+                f"{[list(each) for each in groups]}, expected it in one"
+            )
+        ranks, what = own[0], "sharding_groups"
     for name, found, expected in (
-        ("sharding_rank", rank, own[0].index(me)),
-        ("sharding_world_size", world_size, len(own[0])),
+        ("sharding_rank", rank, ranks.index(me)),
+        ("sharding_world_size", world_size, len(ranks)),
     ):
         if found is not None and found != expected:
             raise ValueError(
-                f"{name}: found {found} on rank {me}, expected {expected}, as in sharding_groups"
+                f"{name}: found {found} on rank {me}, expected {expected}, as in {what}"
             )
-    return new_group(own[0])
+    return group if groups is None else new_group(ranks)

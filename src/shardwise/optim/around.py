@@ -45,22 +45,36 @@ class AroundOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of the inner optimizer; the outer state is in :meth:`state_dict`."""
+        self.settle()
         return self.inner.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignored: the base class would start with a state of its own."""
+        """Give the inner optimizer this state; the base class would start with one of its own."""
+        if self._constructed:
+            self.replace_state(value)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported after construction.
+    def settle(self) -> None:
+        """Wait until the state can be read."""
+
+    def replace_state(self, value: Any) -> None:
+        """Give the inner optimizer another state.
 
         Args:
-            param_group: ignored.
+            value: states by parameter.
+        """
+        self.inner.state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported: add groups to the inner optimizer, before this one is made.
+
+        Args:
+            param_group: a group; during construction, one of the inner optimizer.
 
         Raises:
-            NotImplementedError: always; the base class adds none either.
+            NotImplementedError: it is another.
         """
-        if self._constructed:
+        if not any(param_group is each for each in self.inner.param_groups):
             raise NotImplementedError(
                 f"{type(self).__name__}: parameters cannot be added; add them to the inner "
                 f"optimizer and create {type(self).__name__} again"

@@ -180,15 +180,19 @@ class OffloadedOptimizer(AroundOptimizer):
             with self._failing():
                 self._kept.settle()
 
-    @property
-    def state(self) -> Any:
-        """The state of the inner optimizer."""
-        self.settle()
-        return self.inner.state
+    def replace_state(self, value: Any) -> NoReturn:
+        """Refused: the states are kept elsewhere.
 
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Ignored: the base class would start with a state of its own."""
+        Args:
+            value: what was assigned to :attr:`state`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: found an assignment of a {type(value).__name__} to its state, "
+            "which is kept elsewhere; load it with load_state_dict"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, with masters among the states.
