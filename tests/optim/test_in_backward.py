@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -848,7 +849,7 @@ def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
     optimizer = in_backward(net, adamw)
     with pytest.raises(NotImplementedError, match="add them to the inner optimizer"):
         optimizer.add_param_group({"params": []})
-    optimizer.state = {}
+    optimizer.state = defaultdict(dict)
     assert optimizer.inner.state == {}
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(net, batches(world_size)[rank])).backward()

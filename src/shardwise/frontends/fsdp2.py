@@ -26,11 +26,12 @@ from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh, mark_separate
-from shardwise.sharding.param import ShardedParam, check_origin
+from shardwise.sharding.param import ShardedParam, form_of
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.state import FSDPState, state_of
 from shardwise.sharding.states import GroupOrder
+from shardwise.sharding.steps import check_origin
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -180,7 +181,7 @@ def fully_shard(
 
     groups = [group_over(its_mesh) for its_mesh in used]
     for param, (fqn, owners) in found.items():
-        setattr(param, _TAKEN, forms[param])  # for other modules that still hold it
+        forms[param].take_place_of(param)  # which other modules may still hold
         note_group(owners, fqn, classes)
     for group in groups:
         group.install()
@@ -434,7 +435,6 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-_TAKEN = "_shardwise_form"
 _GROUPS = "_shardwise_groups"
 
 
@@ -488,14 +488,6 @@ def parameters_of(
                 found[param] = (fqn, [])
             found[param][1].append(ParamOwner(module, name))
     return found
-
-
-def form_of(param: nn.Parameter) -> ShardedParam | None:
-    """The sharded form of an original parameter that an earlier call has taken, if any.
-
-    If it is tied, the modules of other calls still hold the original.
-    """
-    return getattr(param, _TAKEN, None)
 
 
 def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:

@@ -41,16 +41,15 @@ def groups_like(
     for own in optimizer.param_groups:
         members = list(range(first, first + len(own["params"])))
         first += len(members)
-        found = {key: hyperparameters(group_of[key]) for key in members if key in group_of}
-        one = next(iter(found), None)
-        other = next((key for key in found if found[key] != found[one]), None)
-        if one is not None and other is not None:
-            raise ValueError(
-                f"optimizer state: {names[one]} and {names[other]} are in one group of the "
-                f"optimizer, found them saved with {found[one]} and {found[other]}, expected "
-                "parameters of one group to have the same settings; make groups as they were saved"
-            )
-        settings = hyperparameters(own) if one is None else found[one]
+        found = [(names[key], hyperparameters(group_of[key])) for key in members if key in group_of]
+        settings = found[0][1] if found else hyperparameters(own)
+        for name, its in found:
+            if its != settings:
+                raise ValueError(
+                    f"optimizer state: {found[0][0]} and {name} are in one group of the optimizer, "
+                    f"found them saved with {settings} and {its}, expected parameters of one group "
+                    "to have the same settings; make groups as they were saved"
+                )
         made.append({**copy.deepcopy(settings), "params": members})
     return made
 
@@ -89,8 +88,9 @@ def made_from(
     """
     if optim_input is None:
         return optim
-    made: torch.optim.Optimizer = optim_input
-    if not isinstance(made, torch.optim.Optimizer):
+    if isinstance(optim_input, torch.optim.Optimizer):
+        made = optim_input
+    else:
         given = [dict(each) if isinstance(each, dict) else each for each in optim_input]
         made = torch.optim.Optimizer(given, {})
     if optim is None:

@@ -40,9 +40,9 @@ from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.summon import is_first
 from shardwise.sharding.group_param import GroupParam
-from shardwise.sharding.param import check_origin
 from shardwise.sharding.placement import full_tensor
 from shardwise.sharding.state import groups_of
+from shardwise.sharding.steps import check_origin
 
 #: The name of the wrapped module in the wrapper, as in torch.
 WRAPPED = "_fsdp_wrapped_module"

@@ -21,9 +21,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import c10d, fsdp
-from shardwise.frontends.fsdp2 import form_of, managed_modules
+from shardwise.frontends.fsdp2 import managed_modules
 from shardwise.frontends.state_dict import WrapperModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
+from shardwise.sharding.param import form_of
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import state_of
 from shardwise.transport.peers import Peers

@@ -217,6 +217,7 @@ class OptimizerOnShards(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse, or a parameter complex. Nothing has been changed.
+            ValueError: parameters have moved, and the states have not. Nothing has been changed.
             RanksDivergedError: ranks have gradients of different parameters, or another rank
                 failed before the step. Nothing was changed.
             PeerLostError: a peer is lost, or failed during the step. Some parameters may have been
@@ -245,7 +246,7 @@ class OptimizerOnShards(torch.optim.Optimizer):
         """Forget the states of all parameters, and how these are sharded."""
         self._cells.clear()
         self.state.clear()
-        self._plans = WorkPlans()
+        self._dealt_for, self._plans = [], WorkPlans()
 
     def kept(self) -> set[Tensor] | None:
         """Find the parameters whose whole states this rank has, as they are sharded now.
@@ -266,7 +267,15 @@ class OptimizerOnShards(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse, or a parameter complex. Or the updates of parameters
                 depend on each other, and these are not all.
+            ValueError: parameters have moved.
         """
+        before = self._dealt_for[1:]  # of groups that are added since, too
+        if self._layout()[1 : len(before) + 1] != before:
+            raise ValueError(
+                f"{self._what}: found parameters that relayout has moved, expected them where they "
+                "were, as the states are; pass the optimizer to relayout, or load a checkpoint "
+                "into both"
+            )
         shown, every = len(parameters_in_order(self)), sum(map(len, self._groups))
         if self._is_coupled and shown < every:
             raise RuntimeError(
@@ -314,11 +323,21 @@ class OptimizerOnShards(torch.optim.Optimizer):
 
     def _owners(self) -> _Owners:
         """Return the mesh of each parameter that ranks share, and which of them updates it."""
-        meshes = [_mesh(param) for group in self._groups for param in group]
-        dealt_for = [self._is_coupled, *meshes]
+        dealt_for = self._layout()
         if dealt_for != self._dealt_for:
-            self._dealt_for, self._dealt = dealt_for, self._deal()
+            self._dealt_for, self._dealt, self._plans = dealt_for, self._deal(), WorkPlans()
         return self._dealt
+
+    def _layout(self) -> list[Any]:
+        """Return how parameters are dealt out and lie over ranks."""
+        return [
+            self._is_coupled,
+            *(
+                (_mesh(param), param.placements) if isinstance(param, DTensor) else None
+                for group in self._groups
+                for param in group
+            ),
+        ]
 
     def _deal(self) -> _Owners:
         """Deal out parameters. Groups that are added change nothing about those before."""

@@ -8,17 +8,13 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
@@ -27,88 +23,10 @@ from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity, Memory
 from shardwise.base.offload import Offload
 from shardwise.sharding.placement import Place
+from shardwise.sharding.steps import Steps, check_origin
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
-
-
-class _Steps:
-    """Counts optimizer steps on sharded parameters, and checks the states that they begin with.
-
-    Autograd counts writes to a tensor, but not those of optimizers that update many tensors by one
-    fused operation.
-    """
-
-    def __init__(self) -> None:
-        self._forms: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-        # Whether the states of an optimizer were checked since some were last loaded.
-        self._are_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._is_registered = False
-
-    def watch(self, form: ShardedParam) -> None:
-        """Count the steps of optimizers that hold the parameter of ``form``, in ``form.steps``."""
-        self._forms[id(form.parameter)] = form
-        if not self._is_registered:
-            self._is_registered = True
-            register_optimizer_step_pre_hook(self._check_states)
-            # A closure makes gradients, and a step may drop them at its end: both ends count.
-            register_optimizer_step_pre_hook(self._count)
-            register_optimizer_step_post_hook(self._end_step)
-
-    def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
-        """Return the sharded forms of those of ``params`` that are sharded."""
-        found = ((param, self._forms.get(id(param))) for param in params)
-        return [form for param, form in found if form is not None and form.parameter is param]
-
-    def _check_states(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Check that states are the parts of this rank, at the first step and after every load.
-
-        Raises:
-            ValueError: another rank saved one.
-        """
-        if self._are_checked.get(optimizer):
-            return
-        if optimizer not in self._are_checked:
-            optimizer.register_load_state_dict_post_hook(self._expect_others)
-        self._expect_others(optimizer)
-        for param, state in optimizer.state.items():
-            for form in self.forms_of([param]):
-                for key, value in state.items():
-                    check_origin(f"optimizer state {key!r} of {form.fqn}", value, param)
-        self._are_checked[optimizer] = True
-
-    def expect_others(self) -> None:
-        """Note that states are to be checked, as parameters have moved."""
-        for optimizer in self._are_checked:
-            self._expect_others(optimizer)
-
-    def _expect_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the states of an optimizer are to be checked before its next step."""
-        self._are_checked[optimizer] = False
-
-    def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for form in self._held_by(optimizer):
-            form.count_step()
-
-    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for form in self._held_by(optimizer):
-            form.count_step()
-            if form.offload.disk is not None:
-                form.offload.let_go(form.local)
-
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[ShardedParam]:
-        for group in optimizer.param_groups:
-            yield from self.forms_of(group["params"])
-
-
-_steps = _Steps()
-
-
-def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
-    """Return the sharded forms of those of ``params`` that are sharded."""
-    return _steps.forms_of(params)
 
 
 class Growth(enum.Enum):
@@ -166,6 +84,10 @@ class ShardedParam:
                 self._copy_of_shard(full), self.spec, requires_grad=param.requires_grad
             )
         _steps.watch(self)
+
+    def take_place_of(self, param: nn.Parameter) -> None:
+        """Note that modules hold this parameter in place of another one."""
+        _steps.note_replaced(param, self)
 
     def copy_parameter(self, memo: dict[Any, Any]) -> None:
         """Put a copy of the parameter, on the same mesh and without gradient, into ``memo``."""
@@ -225,6 +147,7 @@ class ShardedParam:
                     "(one.weight = other.weight), or load without assign"
                 )
             owner.register(found)
+            self.take_place_of(self.parameter)
             self.parameter = found  # the other modules that it is tied to have to follow
             _steps.watch(self)
         with autograd.no_grad():  # a forward of inference mode may be the first one that sees it
@@ -307,7 +230,7 @@ class ShardedParam:
     def take_place(self, place: Place) -> None:
         """Take another place, still without memory. The parameter stays the same object."""
         self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
-        _steps.expect_others()
+        _steps.note_moves()
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         dtensor.move_local(self.parameter, dtensor.without_memory(self.local, shape), place.spec)
 
@@ -434,6 +357,7 @@ class ShardedParam:
             observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
+        self.take_place_of(self.parameter)
         self.parameter = parameter
         _steps.watch(self)
         for owner in self.owners:
@@ -456,40 +380,6 @@ class ShardedParam:
             )
 
 
-def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
-    """Check that a loaded value is not the part that another rank has of a tensor.
-
-    A pickled ``DTensor`` keeps its mesh, with the coordinates of the rank that saved it. Torch does
-    not compare them, so ranks that all load rank 0's file would go on with rank 0's rows.
-
-    Args:
-        what: the value, for messages.
-        value: what was loaded. Anything but a ``DTensor`` passes.
-        like: the sharded parameter that the value belongs to.
-
-    Raises:
-        ValueError: a rank with another part saved it, or a job with another number of ranks.
-    """
-    if not (isinstance(value, DTensor) and isinstance(like, DTensor)):
-        return
-    saved, own = value.device_mesh, like.device_mesh
-    if saved is own or saved.ndim != own.ndim:
-        return
-    sharded = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
-    found, expected = (
-        [(mesh.size(dim), (mesh.get_coordinate() or ())[dim:][:1]) for dim in sharded]
-        for mesh in (saved, own)
-    )
-    if found != expected:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise ValueError(
-            f"{what} on rank {rank}: found a shard saved at {saved.get_coordinate()} "
-            f"of a mesh of shape {tuple(saved.shape)}, expected the one of {own.get_coordinate()} "
-            f"of {tuple(own.shape)}. torch.save writes the shards of one rank; save one file per "
-            "rank, or full tensors, or use shardwise.checkpoint, which also loads on other meshes"
-        )
-
-
 #: What changes when a shard is written to, or exchanged for another (by ``swap_tensors``): writes
 #: that autograd has counted, to the ``DTensor`` or its local tensor, and the identity of that; and
 #: steps of optimizers, some of which write what autograd does not count.
@@ -504,3 +394,19 @@ def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[Para
         for owner in owners
         if owner.module in copied
     ]
+
+
+_steps: Steps[ShardedParam] = Steps()
+
+
+def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
+    """Return the sharded forms of those of ``params`` that are sharded."""
+    return _steps.forms_of(params)
+
+
+def form_of(param: torch.Tensor) -> ShardedParam | None:
+    """The sharded form of an original parameter that an earlier call has taken, if any.
+
+    If it is tied, the modules of other calls still hold the original.
+    """
+    return _steps.form_of(param)

@@ -163,7 +163,7 @@ class Departure:
         offloaded = [each for each in optimizers if isinstance(each, OffloadedOptimizer)]
         if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
             for each in optimizers:
-                each.state.clear()
+                each.drop_states() if isinstance(each, OptimizerOnShards) else each.state.clear()
 
     def leave(self) -> None:
         """Leave nothing in the model and the optimizer, and forget them."""

@@ -25,7 +25,8 @@ from shardwise.optim.offloaded.masters import MASTER, Masters
 from shardwise.optim.offloaded.states import OffloadedStates, kept_form
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.on_shards import OptimizerOnShards
-from shardwise.sharding.param import check_origin, forms_of
+from shardwise.sharding.param import forms_of
+from shardwise.sharding.steps import check_origin
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
 _TOGETHER = 4 * 1024 * 1024
