@@ -205,3 +205,16 @@ def test_the_model_of_a_torch_file_is_found_under_its_usual_names(tmp_path: Path
         torch.save(other, tmp_path / "x.pt")
         with pytest.raises(CheckpointError, match=r"expected a (state dict|name)"):
             TorchSource(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shard-00001-model-00001-of-00001.safetensors",
+        "shard-00002-model-00001-of-00004.safetensors",
+    ],
+)
+def test_parts_that_torch_writes_on_each_rank_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"found {name}, one of the parts.*consolidation"):
+        open_source(tmp_path)

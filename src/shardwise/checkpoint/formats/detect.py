@@ -14,6 +14,7 @@ from shardwise.checkpoint.formats.source import Source
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
+_PARTS = "shard-*-model-*-of-*.safetensors"  # of tensors, which torch writes on each rank
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -76,7 +77,8 @@ def format_of(path: Path) -> Format | None:
         if path.suffix == ".safetensors":
             return Format.HF
         return Format.TORCH if path.suffix in TORCH_SUFFIXES else None
-    if (path / MANIFEST).exists() or any(path.glob("shard-*-of-*.safetensors")):
+    shards = {*path.glob("shard-*-of-*.safetensors")} - {*path.glob(_PARTS)}
+    if shards or (path / MANIFEST).exists():
         return Format.SHARDWISE  # even without a manifest, so that the error says so
     if (path / _DCP).exists():
         return Format.DCP
@@ -95,6 +97,13 @@ def open_source(path: Path) -> Source:
         CheckpointError: there is none, or it is damaged.
     """
     path = find_checkpoint(path)
+    parts = sorted(each.name for each in path.glob(_PARTS))
+    if parts:
+        raise CheckpointError(
+            f"{path}: found {parts[0]}, one of the parts that HuggingFaceStorageWriter("
+            "save_distributed=True) of torch writes on each rank, expected whole tensors; save "
+            "with enable_consolidation=True, too, and pass the folder around this one"
+        )
     match format_of(path):
         case Format.SHARDWISE:
             from shardwise.checkpoint.formats.native import ShardwiseSource

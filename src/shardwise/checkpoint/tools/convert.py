@@ -124,6 +124,8 @@ def _write_torch(file: Path, source: Source, window: ReadWindow, *, everything: 
     tree: Any
     if everything:
         tree = unflatten([*source.values.items(), *holes.items()], str(source.where))
+        if isinstance(optimizer := tree.get("optimizer"), dict):
+            optimizer.setdefault("state", {})  # torch's optimizers need one, also if it is empty
     else:
         tree = {dotted(path[1:]): hole for path, hole in holes.items() if path[0] == "model"}
         tree |= {dotted(path[1:]): v for path, v in source.values.items() if path[0] == "model"}
