@@ -268,3 +268,46 @@ def test_an_optimizer_that_relayout_was_given_steps_as_if_nothing_had_moved(
         relayout(model, optimizer, strategy=strategy)
     for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor().detach(), wanted.detach())
+
+
+# -- which of torch's optimizers step shards, as docs/optimizers.md says ---------------------------
+
+TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "ASGD": lambda params: torch.optim.ASGD(params, t0=1, foreach=True),
+}
+REFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+    "fused SGD": lambda params: torch.optim.SGD(params, fused=True),
+    "fused Adagrad": lambda params: torch.optim.Adagrad(params, fused=True),
+}
+
+
+@on_threads(3)
+def test_torchs_optimizers_step_shards_as_whole_parameters(rank: int, world_size: int) -> None:
+    for name, make in TORCHS.items():
+        torch.manual_seed(0)
+        alone = Pair()
+        model = fully_shard(copy.deepcopy(alone))  # four rows on three ranks
+        for each in (alone, model):
+            _train(each, make(each.parameters()))
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            found = param.full_tensor().detach()
+            assert torch.allclose(found, wanted.detach(), rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_threads(2)
+def test_others_raise_an_error(rank: int, world_size: int, name: str) -> None:
+    model = fully_shard(Pair())
+    with pytest.raises((RuntimeError, NotImplementedError), match="aten"):
+        _train(model, REFUSED[name](model.parameters()))

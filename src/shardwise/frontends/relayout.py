@@ -60,7 +60,8 @@ def relayout(
     Args:
         model: the model that ``fully_shard`` was applied to, all of it over one mesh.
         optimizer: an optimizer of its parameters: torch's, one of :mod:`shardwise.optim`, or one
-            around those (``offload``, ``in_backward``).
+            around those (``offload``, ``in_backward``). One that has states and is not passed is
+            refused at its next step.
         mesh: as for ``fully_shard``. The default is all ranks of ``group``.
         strategy: ``"full"``, ``"grad-op"``, ``"no-shard"``, ``"hybrid"`` or ``"hybrid-zero2"``, or
             torch's ``ShardingStrategy``. By default, parameters are freed after forward, or not, as
