@@ -276,6 +276,14 @@ def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> 
     ]
 
 
+def digest_of(tensor: Tensor) -> str:
+    """A digest of a tensor's elements, shape and dtype, for comparing it between ranks."""
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for chunk in _chunks(tensor, BLOCK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a tensor that shares its memory.
 

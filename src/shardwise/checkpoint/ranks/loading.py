@@ -35,6 +35,7 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.per_rank import restored
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import (
     check_same_names,
@@ -76,7 +77,8 @@ def load(
         group: the ranks that load together; the default process group if ``None``.
 
     Returns:
-        ``extra`` as it was saved, with its tensors on the CPU.
+        ``extra`` as it was saved, with its tensors on the CPU. Where ranks saved values of their
+        own (:func:`per_rank`), it has a :class:`PerRank`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message
@@ -176,7 +178,7 @@ def install(
     if optimizer is not None:
         names = parameter_names(model, saved)
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    extra: dict[str, Any] = tree.get("extra", {})
+    extra: dict[str, Any] = restored(tree.get("extra", {}))
     return extra
 
 
