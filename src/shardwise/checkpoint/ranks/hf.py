@@ -162,11 +162,9 @@ class Rows:
 
 def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
     """The rows of this rank's shards that it is the one to write."""
-    return [
-        Rows(name, tuple(tensor.shape), *own_part(tensor.detach()))
-        for name, tensor in contents.tensors.items()
-        if _writes(tensor, ranks)
-    ]
+    mine = ((n, t.detach()) for n, t in contents.tensors.items() if _writes(t, ranks))
+    parts = ((name, tuple(tensor.shape), *own_part(tensor)) for name, tensor in mine)
+    return [Rows(*where, values.resolve_conj().resolve_neg()) for *where, values in parts]
 
 
 def agreed_contents(

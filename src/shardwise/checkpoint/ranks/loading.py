@@ -25,6 +25,7 @@ from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, torch_dtype
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
+from shardwise.checkpoint.disk.safetensors import is_lazy
 from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
@@ -328,7 +329,7 @@ def read_part(
         )
     box, local = own_part(tensor)
     same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
-    if same and local.is_contiguous() and box.numel:
+    if same and local.is_contiguous() and not is_lazy(local) and box.numel:
         source.read(path, box, local.detach())
         local.view(-1)[:0].zero_()  # tells autograd of a write, since it does not see the read
         return
