@@ -161,7 +161,7 @@ class _PickledNames:
         own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
             ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(
-                *args[:4], metadata=next(iter(args[6:7]), None)
+                *args[:4], *(None, *args[6:7])
             ),
             ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:8]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),

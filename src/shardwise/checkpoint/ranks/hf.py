@@ -162,9 +162,12 @@ class Rows:
 
 def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
     """The rows of this rank's shards that it is the one to write."""
-    mine = ((n, t.detach()) for n, t in contents.tensors.items() if _writes(t, ranks))
-    parts = ((name, tuple(tensor.shape), *own_part(tensor)) for name, tensor in mine)
-    return [Rows(*where, values.resolve_conj().resolve_neg()) for *where, values in parts]
+    mine = {name: each.detach() for name, each in contents.tensors.items() if _writes(each, ranks)}
+    parts = {name: own_part(tensor) for name, tensor in mine.items()}
+    return [
+        Rows(name, tuple(mine[name].shape), box, values.resolve_conj().resolve_neg())
+        for name, (box, values) in parts.items()
+    ]
 
 
 def agreed_contents(

@@ -110,7 +110,9 @@ class Departure:
     def held_beside(self) -> RankState:
         """What is in ``extra``, for comparing it between ranks."""
         names = {o.path: name for name, o in self.origins.items() if o.path[0] == "extra"}
-        digests = {(path, ()): digest_of(self._state.tensors[n]) for path, n in names.items()}
+        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
+            (path, ()): digest_of(self._state.tensors[name]) for path, name in names.items()
+        }
         return RankState(
             [*names], [each for each in self.values if each.path[0] == "extra"], digests
         )

@@ -160,8 +160,9 @@ def _shard_full_tensors(model: nn.Module, saved: dict[str, Any], prefix: str, *_
     """Replace full tensors of a state dict by this rank's shards, as the model is sharded now."""
     for name, param in model.named_parameters():
         full = saved.get(prefix + name)
-        whole = isinstance(full, torch.Tensor) and not isinstance(full, DTensor)
-        if whole and isinstance(param, DTensor) and full.shape == param.shape:
+        if not isinstance(full, torch.Tensor) or isinstance(full, DTensor):
+            continue
+        if isinstance(param, DTensor) and full.shape == param.shape:
             box, local = own_part(param)
             rows = narrow(full, box).to(local.device, copy=True)
             saved[prefix + name] = dtensor.placed_as(param, rows)
