@@ -244,6 +244,13 @@ def mixed(names: Iterable[str], origins: Iterable[Origin]) -> frozenset[str]:
     return frozenset(names) & {dotted(path) for path in paths if path is not None}
 
 
+def _mixed_in(plans: list[SavePlan]) -> frozenset[str]:
+    return mixed(
+        (item.index.fqn for plan in plans for item in plan.items),
+        (origin for plan in plans for origin in plan.storage_data[0].values()),
+    )
+
+
 class Saving:
     """One save by all ranks of a group. Every rank makes one, with the same path.
 
@@ -335,11 +342,7 @@ class Saving:
             return writer.prepare_local_plan(planner.create_local_plan())
 
         def find_shared(found: list[SavePlan]) -> list[_Apart | frozenset[str]]:
-            apart = mixed(
-                (item.index.fqn for plan in found for item in plan.items),
-                (origin for plan in found for origin in plan.storage_data[0].values()),
-            )
-            if apart:
+            if apart := _mixed_in(found):
                 return [_Apart(apart)] * len(found)
             plans.extend(found)
             return [shared_names(found)] * len(found)
