@@ -88,6 +88,7 @@ PUBLIC = {
     "shardwise.checkpoint": [
         "CheckpointError",
         "Handle",
+        "PerRank",
         "async_save",
         "consolidate_sharded_model_checkpoints",
         "get_shard_metadata",
@@ -97,6 +98,7 @@ PUBLIC = {
         "load",
         "load_rank_checkpoint",
         "load_weights",
+        "per_rank",
         "save",
         "save_hf",
         "save_rank_checkpoint",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardwise
@@ -102,3 +103,62 @@ def test_what_would_go_wrong_later_is_refused(tmp_path: Path) -> None:
         file.unlink()
     error = run_ranks(_train, 2, tmp_path, "ours", {"max_steps": 4}, "out/checkpoint-2")[0][1]
     assert "found no checkpoint, expected that of step 2" in error
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_resumes_from_the_checkpoint_that_was_asked_for(runtime: str, tmp_path: Path) -> None:
+    """``output_dir`` has one of the same step, of another run."""
+    save_llama(tmp_path / "model", vocab_size=64)
+    losses, _ = run_ranks(_train, 2, tmp_path, runtime, {}, None)[0]
+    other = {"output_dir": str(tmp_path / "other")}
+    assert run_ranks(_train, 2, tmp_path, runtime, {**other, "learning_rate": 0.1}, None)[0][0]
+    found, error = run_ranks(_train, 2, tmp_path, runtime, other, "out/checkpoint-4")[0]
+    assert not error
+    assert found == losses
+    (tmp_path / "out").rename(tmp_path / "moved")
+    found, error = run_ranks(_train, 2, tmp_path, runtime, other, "moved/checkpoint-4")[0]
+    assert "is of another run" in error
+    moved = {"output_dir": str(tmp_path / "moved")}
+    assert run_ranks(_train, 2, tmp_path, runtime, moved, "moved/checkpoint-4")[0] == (losses, "")
+
+
+def _ends_with_the_best(rank: int, world_size: int, folder: Path, runtime: str) -> None:
+    model: Any = shardwise.from_pretrained(folder / "model", shard=RUNTIMES[runtime]).train()
+    tokens = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(0))
+    data: Any = [{"input_ids": t, "labels": t} for t in tokens]
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "best"),
+        "use_cpu": True,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "save_only_model": True,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,  # by the loss: the first
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    with contextlib.redirect_stdout(None):
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**arguments),
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=[TrainerCheckpoints()],
+        )
+        trainer.train()
+    best = load_file(folder / "best" / "checkpoint-2" / "model.safetensors")
+    assert trainer.state.best_model_checkpoint == str(folder / "best" / "checkpoint-2")
+    found = {name: each.full_tensor() for name, each in model.named_parameters()}
+    assert all(torch.equal(best[name], each) for name, each in found.items())
+    model.load_state_dict({name: torch.full_like(each, 7) for name, each in found.items()})
+    assert all((each.full_tensor() == 7).all() for each in model.parameters())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_best_model_is_loaded_at_the_end(runtime: str, tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", vocab_size=64)
+    run_ranks(_ends_with_the_best, 2, tmp_path, runtime)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load, load_weights
     from shardwise.checkpoint.ranks.moving import transfer
+    from shardwise.checkpoint.ranks.per_rank import PerRank, per_rank
     from shardwise.checkpoint.ranks.saving import Handle, async_save, save
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Handle",
+    "PerRank",
     "async_save",
     "consolidate_sharded_model_checkpoints",
     "get_shard_metadata",
@@ -30,6 +32,7 @@ __all__ = [
     "load",
     "load_rank_checkpoint",
     "load_weights",
+    "per_rank",
     "save",
     "save_hf",
     "save_rank_checkpoint",

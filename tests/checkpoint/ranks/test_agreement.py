@@ -21,7 +21,7 @@ class Threads(Ranks):
     def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], Any]) -> None:
         super().__init__(None)
         self.rank, self.size = rank, size
-        self._names = [10 + each for each in range(size)]  # ranks of the job, not of the group
+        self.names = [10 + each for each in range(size)]  # ranks of the job, not of the group
         self._queues = queues
 
     def _answered(self, mine: Any) -> Any:

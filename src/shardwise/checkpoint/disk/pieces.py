@@ -20,7 +20,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
-from shardwise.checkpoint.disk.safetensors import as_bytes, read_fields
+from shardwise.checkpoint.disk.safetensors import as_bytes, is_lazy, read_fields
 from shardwise.checkpoint.disk.strict import refuse
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: they fit in a core's own cache
@@ -109,6 +109,7 @@ class PieceReader(Closing):
             and destination.device.type == "cpu"
             and destination.dtype == dtype
             and type(destination) is Tensor
+            and not is_lazy(destination)
         )
         if fits:
             direct = as_bytes(destination)

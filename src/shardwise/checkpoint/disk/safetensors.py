@@ -276,6 +276,14 @@ def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> 
     ]
 
 
+def digest_of(tensor: Tensor) -> str:
+    """A digest of a tensor's elements, shape and dtype, for comparing it between ranks."""
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for chunk in _chunks(tensor, BLOCK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a tensor that shares its memory.
 
@@ -284,11 +292,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether memory has other elements than the tensor: it is conjugated or negated on reading."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def _chunks(tensor: Tensor, limit: int) -> Iterator[memoryview]:
     """The bytes of a tensor in the order of its elements, at most ``limit`` at a time."""
     tensor = tensor.detach()
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor):
         data = as_bytes(tensor).numpy().data
         yield from (data[at : at + limit] for at in range(0, data.nbytes, limit))
         return

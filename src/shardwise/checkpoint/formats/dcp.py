@@ -159,7 +159,7 @@ class DcpSource(ExtentSource):
             raise CheckpointError(
                 f"{where}: found {found}, expected {expected}, as the metadata says"
             )
-        return Extent(chunk.box, file, stored.start, stored.strides)
+        return Extent(chunk.box, file, stored.start, stored.strides, stored.bits)
 
     def _value(self, item: Item) -> Any:
         (chunk,) = item.chunks

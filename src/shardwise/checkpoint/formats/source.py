@@ -228,6 +228,9 @@ def _extra_state(path: StatePath) -> int:
     return next(ends, 0)
 
 
+#: Torch's bits of tensors whose memory has other elements: ``"conj"``, ``"neg"``.
+LazyBits = frozenset[str]
+
 _OPEN_FILES = 64
 _MOST_SCRATCH = 4 * MIB
 
@@ -241,12 +244,14 @@ class Extent:
         file: path of the file.
         start: byte of the file at which the first element of the box begins.
         strides: strides inside the box, in elements.
+        bits: what is done to elements once they are read.
     """
 
     box: Box
     file: Path
     start: int
     strides: tuple[int, ...]
+    bits: LazyBits = frozenset()
 
 
 class ExtentReader(Closing):
@@ -272,6 +277,10 @@ class ExtentReader(Closing):
             if common is not None:
                 target = narrow(into, common.relative_to(box.offsets))
                 self._fetch(extent, common.relative_to(extent.box.offsets), target)
+                if "conj" in extent.bits:
+                    torch.view_as_real(target)[..., 1].neg_()
+                if "neg" in extent.bits:
+                    target.neg_()
 
     def close(self) -> None:
         """Close all files."""

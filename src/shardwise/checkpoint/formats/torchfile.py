@@ -48,7 +48,7 @@ from shardwise.checkpoint.formats.pickles import (
     load,
     object_constructor,
 )
-from shardwise.checkpoint.formats.source import Extent, ExtentSource
+from shardwise.checkpoint.formats.source import Extent, ExtentSource, LazyBits
 
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150
@@ -67,11 +67,13 @@ class StoredTensor:
         info: its dtype and shape.
         start: byte of the file at which its first element begins.
         strides: its strides, in elements.
+        bits: what is done to elements once they are read.
     """
 
     info: TensorInfo
     start: int
     strides: tuple[int, ...]
+    bits: LazyBits = frozenset()
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,10 @@ class _PickledNames:
         self._records, self._start, self._where = records, start, where
         own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
-            ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(*args[:4]),
-            ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:7]),
+            ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(
+                *args[:4], *(None, *args[6:7])
+            ),
+            ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:8]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_wrapper_subclass", _UTILS): _Shard,
@@ -233,6 +237,7 @@ class _PickledNames:
         shape: Any,
         strides: Any,
         dtype: torch.dtype | None = None,
+        metadata: Any = None,
     ) -> StoredTensor:
         where = self._where
         if not isinstance(storage, _Storage):
@@ -256,7 +261,7 @@ class _PickledNames:
                 f"{where}: needs {end} bytes, found {storage.nbytes} in the archive"
             )
         begin = storage.first + (first * info.itemsize if info.numel else 0)
-        return StoredTensor(info, begin, steps)
+        return StoredTensor(info, begin, steps, _bits(metadata, dtype))
 
 
 class _Shard:
@@ -266,6 +271,18 @@ class _Shard:
         self.kind, _, self.shape = args[:3]
         if not isinstance(self.kind, Constructor) or not self.kind.name.endswith(".DTensor"):
             raise PickleError("it has a subclass of Tensor that is not known")
+
+
+def _bits(metadata: Any, dtype: torch.dtype) -> LazyBits:
+    """The bits that the metadata of a tensor has."""
+    found = {} if metadata is None else metadata
+    if not isinstance(found, dict) or not found.keys() <= {"conj", "neg"}:
+        raise PickleError("it has a tensor with metadata that is not known")
+    bits = frozenset(bit for bit, is_set in found.items() if is_set is True)
+    can_negate = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    if (bits and not can_negate) or ("conj" in bits and not dtype.is_complex):
+        raise PickleError(f"it has a tensor of {dtype} that is to be conjugated or negated")
+    return bits
 
 
 def _is_tensor(value: Any) -> StoredTensor | StoredShard:
@@ -406,7 +423,8 @@ class TorchSource(ExtentSource):
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
-        return [Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)]
+        box = full_box(stored.info.shape)
+        return [Extent(box, self.where, stored.start, stored.strides, stored.bits)]
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:

@@ -67,14 +67,14 @@ class Ranks:
     Attributes:
         rank: this process's rank in the group.
         size: number of ranks in the group.
+        names: the number of each rank in the job, which users know.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
-        # Messages name a rank by its number in the job, which users know.
-        self._names = [0] if group is None else dist.get_process_group_ranks(group)
+        self.names = [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def coordinates(self) -> bool:
@@ -108,7 +108,7 @@ class Ranks:
             answers, error = self._answers(parts, answer, error)
             gone = [each.rank for each in parts if isinstance(each, _Unreachable)]
             for peer in range(1, self.size):
-                if self._names[peer] not in gone:
+                if self.names[peer] not in gone:
                     self._send(answers[peer], peer)
             reply = answers[0]
         else:
@@ -158,7 +158,7 @@ class Ranks:
             return part(), None
         except Exception as error:
             kind = _Failure if lost_peer_behind(error) is None else _Lost
-            return kind(self._names[self.rank], _reason(error)), error
+            return kind(self.names[self.rank], _reason(error)), error
 
     def _answers(
         self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: Exception | None
@@ -175,7 +175,7 @@ class Ranks:
 
     def _answered(self, mine: Any) -> Any:
         """Send a result to the first rank, and return its answer: one wait for both."""
-        first, found = self._names[0], [None]
+        first, found = self.names[0], [None]
 
         def exchange() -> None:
             dist.send_object_list([mine], dst=first, group=self._group)
@@ -185,7 +185,7 @@ class Ranks:
             self._call(exchange, 0)
         except PeerLostError as error:
             raise CheckpointError(
-                f"rank {self._names[self.rank]}: rank {first}, which coordinates checkpoints, was "
+                f"rank {self.names[self.rank]}: rank {first}, which coordinates checkpoints, was "
                 f"lost ({_first_line(error)})"
             ) from error
         return found[0]
@@ -194,7 +194,7 @@ class Ranks:
         # The next receive reports a loss. First the other ranks need their answers.
         with contextlib.suppress(PeerLostError):
             self._call(
-                lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
+                lambda: dist.send_object_list([what], dst=self.names[peer], group=self._group),
                 peer,
             )
 
@@ -202,11 +202,11 @@ class Ranks:
         found: list[Any] = [None]
         try:
             self._call(
-                lambda: dist.recv_object_list(found, src=self._names[peer], group=self._group),
+                lambda: dist.recv_object_list(found, src=self.names[peer], group=self._group),
                 peer,
             )
         except PeerLostError as error:
-            return _Unreachable(self._names[peer], f"was lost ({_first_line(error)})")
+            return _Unreachable(self.names[peer], f"was lost ({_first_line(error)})")
         return found[0]
 
     def _call(self, call: Callable[[], object], peer: int) -> None:

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ from shardwise.checkpoint.formats.hf import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of
@@ -160,10 +162,11 @@ class Rows:
 
 def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
     """The rows of this rank's shards that it is the one to write."""
+    mine = {name: each.detach() for name, each in contents.tensors.items() if _writes(each, ranks)}
+    parts = {name: own_part(tensor) for name, tensor in mine.items()}
     return [
-        Rows(name, tuple(tensor.shape), *own_part(tensor.detach()))
-        for name, tensor in contents.tensors.items()
-        if _writes(tensor, ranks)
+        Rows(name, tuple(mine[name].shape), box, values.resolve_conj().resolve_neg())
+        for name, (box, values) in parts.items()
     ]
 
 
@@ -187,22 +190,30 @@ def agreed_contents(
     """
     found: list[Contents] = []
 
-    def plan() -> tuple[int, int]:
+    def plan() -> tuple[int, int, RankState]:
         found.append(read())
         infos = found[0].infos
         lines = "\n".join(f"{name} {info.dtype} {info.shape}" for name, info in infos.items())
-        return len(infos), xxhash.xxh3_64_intdigest(lines.encode("utf-8", "surrogatepass"))
+        replicas = {n: t for n, t in found[0].tensors.items() if not isinstance(t, DTensor)}
+        digests = digests_of(replicas, replicas.keys() if ranks.size > 1 else frozenset())
+        held = RankState(
+            [], [], {(("model", name), ()): digest for name, digest in digests.items()}
+        )
+        return len(infos), xxhash.xxh3_64_intdigest(lines.encode("utf-8", "surrogatepass")), held
 
-    def compare(plans: list[tuple[int, int]]) -> list[R]:
+    def compare(plans: list[tuple[int, int, RankState]]) -> list[tuple[R, str]]:
         for number, each in enumerate(plans):
-            if each != plans[0]:
+            if each[:2] != plans[0][:2]:
                 raise CheckpointError(
                     f"found {plans[0][0]} tensors, and on rank {number} of those that save "
                     f"{each[0]}, of other names, shapes or dtypes; expected the same model on all"
                 )
-        return [prepare(found[0])] * len(plans)
+        differs = check_alike([held for _, _, held in plans], ranks.names)
+        return [(prepare(found[0]), differs)] * len(plans)
 
-    prepared = ranks.together(doing, plan, compare)
+    prepared, differs = ranks.together(doing, plan, compare)
+    if differs:
+        warnings.warn(differs, stacklevel=2)
     return found[0], prepared
 
 

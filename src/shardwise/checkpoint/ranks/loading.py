@@ -28,6 +28,7 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
+from shardwise.checkpoint.disk.safetensors import is_lazy
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
@@ -40,6 +41,7 @@ from shardwise.checkpoint.formats.source import (
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.per_rank import restored
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import (
     check_tensor,
@@ -78,7 +80,8 @@ def load(
         group: the ranks that load together; the default process group if ``None``.
 
     Returns:
-        ``extra`` as it was saved, with its tensors on the CPU.
+        ``extra`` as it was saved, with its tensors on the CPU. Where ranks saved values of their
+        own (:func:`per_rank`), it has a :class:`PerRank`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message
@@ -195,7 +198,7 @@ def install(
     if optimizer is not None:
         names = parameter_names(model, own_tensors(model))
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    extra: dict[str, Any] = tree.get("extra", {})
+    extra: dict[str, Any] = restored(tree.get("extra", {}))
     return extra
 
 
@@ -296,7 +299,7 @@ def read_part(
         )
     box, local = own_part(tensor)
     same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
-    if same and local.is_contiguous() and box.numel:
+    if same and local.is_contiguous() and not is_lazy(local) and box.numel:
         source.read(path, box, local.detach())
         local.view(-1)[:0].zero_()  # tells autograd of a write, since it does not see the read
         return

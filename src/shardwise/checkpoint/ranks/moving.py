@@ -30,8 +30,10 @@ from shardwise.checkpoint.disk.entries import (
     torch_dtype,
 )
 from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.disk.safetensors import digest_of
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.loading import install, own_part
 from shardwise.checkpoint.ranks.optimizer import (
@@ -90,7 +92,7 @@ class Departure:
     ) -> None:
         check_between_steps(source[0], doing)
         self.model, self._optimizer = source
-        self._state = state_of(*source, extra)
+        self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
         self.values = self._state.values
         # Found now, for where this rank is in a mesh may not be known later.
         self._parts: dict[str, dict[Box, Tensor]] = {}
@@ -111,6 +113,17 @@ class Departure:
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
                 )
                 self._parts[name] = {box: local}
+
+    @property
+    def held_beside(self) -> RankState:
+        """What is in ``extra``, for comparing it between ranks."""
+        names = {o.path: name for name, o in self.origins.items() if o.path[0] == "extra"}
+        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
+            (path, ()): digest_of(self._state.tensors[name]) for path, name in names.items()
+        }
+        return RankState(
+            [*names], [each for each in self.values if each.path[0] == "extra"], digests
+        )
 
     @property
     def origins(self) -> dict[str, Origin]:
@@ -359,19 +372,21 @@ def _agree(
 
     apart = ranks.together(doing, lambda: origins, find_mixed)
 
-    def part() -> tuple[list[TensorEntry], list[Value]]:
+    def part() -> tuple[list[TensorEntry], list[Value], RankState | None]:
         if mine is None:
-            return [], []
+            return [], [], None
         mine.take_apart(apart)
-        return mine.entries(ranks.rank), mine.values
+        return mine.entries(ranks.rank), mine.values, mine.held_beside
 
     def answer(
-        parts: list[tuple[list[TensorEntry], list[Value]]],
+        parts: list[tuple[list[TensorEntry], list[Value], RankState | None]],
     ) -> list[tuple[list[TensorEntry], list[Value]]]:
+        held = {name: each[2] for name, each in zip(ranks.names, parts, strict=True) if each[2]}
+        check_alike([*held.values()], [*held])
         values: dict[StatePath, Value] = {}
-        for value in (each for _, of_rank in parts for each in of_rank):
+        for value in (each for _, of_rank, _ in parts for each in of_rank):
             values.setdefault(value.path, value)
-        merged = _merged(each for of_rank, _ in parts for each in of_rank)
+        merged = _merged(each for of_rank, _, _ in parts for each in of_rank)
         return [(merged, list(values.values()))] * len(parts)
 
     return ranks.together(doing, part, answer)

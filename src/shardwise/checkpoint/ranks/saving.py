@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of, shared_names
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
@@ -61,9 +63,8 @@ def save(
         optimizer: an optimizer of the model's parameters.
         extra: anything else to save: step, random states, position in the data. It consists of
             tensors other than ``DTensor``, and of plain values: None, bool, int, float, str, bytes,
-            list, tuple, dict. Ranks should have equal values under the same key: of plain values
-            the first rank's is saved, of tensors any rank's. Give each rank keys of its own for
-            what differs.
+            list, tuple, dict. What several ranks pass under one key has to be the same. Wrap what
+            differs by rank in :func:`per_rank`.
         keep_last: after the commit, delete all complete checkpoints named ``step-...`` beside it
             except this many of the newest.
         keep: checkpoints beside it that ``keep_last`` does not delete, whatever their age: the best
@@ -75,8 +76,12 @@ def save(
     Raises:
         CheckpointError: a rank could not do its part; the message names it. It could not write; or
             something is neither a tensor nor a plain value, is on the meta device, or has the same
-            name as something else.
+            name as something else; or ``extra`` differs between ranks.
         ValueError: ``keep_last`` is less than 1.
+
+    Warns:
+        UserWarning: ranks differ in what they should have in common of the model or the optimizer,
+            such as buffers. The first rank's is saved, all of it.
     """
     Saving(
         path,
@@ -239,6 +244,13 @@ def mixed(names: Iterable[str], origins: Iterable[Origin]) -> frozenset[str]:
     return frozenset(names) & {dotted(path) for path in paths if path is not None}
 
 
+def _mixed_in(plans: list[SavePlan]) -> frozenset[str]:
+    return mixed(
+        (item.index.fqn for plan in plans for item in plan.items),
+        (origin for plan in plans for origin in plan.storage_data[0].values()),
+    )
+
+
 class Saving:
     """One save by all ranks of a group. Every rank makes one, with the same path.
 
@@ -284,7 +296,10 @@ class Saving:
         self._facts = facts_of(model)
         self._ranks = Ranks(group_for(group))
         self._state: Callable[[], SavedState] = functools.partial(
-            state_of, model, optimizer, extra, ignore_frozen_params=ignore_frozen_params
+            state_of,
+            *(model, optimizer, extra),
+            ignore_frozen_params=ignore_frozen_params,
+            rank=self._ranks.rank,
         )
         self.error: Exception | None = None
         if keep_last is not None and keep_last < 1:
@@ -312,6 +327,7 @@ class Saving:
         doing = f"saving {self.path}"
         writer = Writer(self.path, facts=self._facts)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        plans: list[SavePlan] = []
         metadata: Any = None
         state = functools.cache(self._state)
 
@@ -325,16 +341,20 @@ class Saving:
             writer.set_up_storage_writer(self._ranks.coordinates)
             return writer.prepare_local_plan(planner.create_local_plan())
 
-        def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
+        def find_shared(found: list[SavePlan]) -> list[_Apart | frozenset[str]]:
+            if apart := _mixed_in(found):
+                return [_Apart(apart)] * len(found)
+            plans.extend(found)
+            return [shared_names(found)] * len(found)
+
+        def plan_all(digests: list[dict[str, str]]) -> list[tuple[SavePlan, str]]:
             nonlocal metadata
-            apart = mixed(
-                (item.index.fqn for plan in plans for item in plan.items),
-                (origin for plan in plans for origin in plan.storage_data[0].values()),
-            )
-            if apart:
-                return [_Apart(apart)] * len(plans)
-            plans, metadata = planner.create_global_plan(plans)
-            return [*writer.prepare_global_plan(plans)]
+            held = [RankState.of_plan(*each) for each in zip(plans, digests, strict=True)]
+            differs = check_alike(held, self._ranks.names)
+            # Of what is the same on all ranks, each writes some.
+            planner.dedup_save_to_lowest_rank = bool(differs)
+            final, metadata = planner.create_global_plan(plans)
+            return [(plan, differs) for plan in writer.prepare_global_plan(final)]
 
         def finish(results: list[list[WriteResult]]) -> list[None]:
             writer.finish(metadata, results)
@@ -342,16 +362,21 @@ class Saving:
             return [None] * len(results)
 
         try:
-            plan = self._ranks.together(doing, plan_part, plan_all)
-            if isinstance(plan, _Apart):
-                names = plan.names
-                plan = self._ranks.together(doing, lambda: plan_part(names), plan_all)
-            assert isinstance(plan, SavePlan)
+            shared = self._ranks.together(doing, plan_part, find_shared)
+            if isinstance(shared, _Apart):
+                names = shared.names
+                shared = self._ranks.together(doing, lambda: plan_part(names), find_shared)
+            assert isinstance(shared, frozenset)
+            plan, differs = self._ranks.together(
+                doing, lambda: digests_of(state().tensors, shared), plan_all
+            )
             final = planner.finish_plan(plan)
             self._ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
         except BaseException:
             writer.abandon()
             raise
+        if differs:
+            warnings.warn(differs, stacklevel=3)
 
     def _delete_old(self) -> None:
         if self._keep_last is None:

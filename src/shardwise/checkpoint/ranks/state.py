@@ -34,6 +34,7 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.per_rank import RANKS, LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
 from shardwise.sharding.state import groups_of
 
@@ -80,12 +81,13 @@ class SavedState:
     origins: dict[str, Origin] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
 
-    def add(self, section: str, tree: Mapping[str, Any]) -> None:
+    def add(self, section: str, tree: Mapping[str, Any], rank: int = 0) -> None:
         """Add ``model``, ``optimizer`` or ``extra``.
 
         Args:
             section: which of these.
             tree: nested dicts and lists of tensors and plain values.
+            rank: this rank, among those that save.
 
         Raises:
             TypeError: something is neither a tensor that can be saved nor a plain value.
@@ -95,6 +97,10 @@ class SavedState:
             apart = None
             if section == "optimizer" and isinstance(leaf, Tensor):
                 apart = taken_apart(leaf)
+            elif section == "extra" and isinstance(leaf, LocalValue | PerRank):
+                apart = by_rank(leaf, rank)
+            elif section == "extra" and RANKS in path:
+                raise ValueError(f"{dotted(path)}: expected no key {RANKS!r}; use per_rank")
             for part_path, part in [(path, leaf)] if apart is None else leaves(path, apart):
                 self._add_leaf(part_path, part)
 
@@ -350,6 +356,7 @@ def state_of(
     extra: Mapping[str, Any] | None,
     *,
     ignore_frozen_params: bool = False,
+    rank: int = 0,
 ) -> SavedState:
     """Collect what this rank has to save. Tensors share the memory of the model and the optimizer.
 
@@ -358,6 +365,7 @@ def state_of(
         optimizer: an optimizer of its parameters.
         extra: anything else; see :func:`.saving.save`.
         ignore_frozen_params: leave out parameters that require no gradient.
+        rank: this rank, among those that save.
 
     Raises:
         TypeError: something is neither a tensor that can be saved nor a plain value.
@@ -368,5 +376,5 @@ def state_of(
     state.add("model", saved)
     if optimizer is not None:
         state.add("optimizer", optimizer_tree(optimizer, parameter_names(model, saved)))
-    state.add("extra", extra or {})
+    state.add("extra", extra or {}, rank)
     return state

@@ -466,7 +466,9 @@ class RankFiles(ExtentSource):
             del stored[1:]
             parts = [TensorSlice(stored[0].info.shape, full_box(stored[0].info.shape))]
         # A string, because thousands of numbers could have the same hash.
-        key = str([(each.start, each.info, p) for each, p in zip(stored, parts, strict=True)])
+        key = str(
+            [(each.start, each.info, each.bits, p) for each, p in zip(stored, parts, strict=True)]
+        )
         if key in self._placeholders and stored[0].info.numel:
             return self._placeholders[key]
         assert parts[0] is not None
@@ -493,7 +495,7 @@ class RankFiles(ExtentSource):
                 refuse(where, part, f"a part of {list(info.shape)}, as on other ranks")
             if local.info != TensorInfo(info.dtype, part.box.sizes):
                 refuse(where, local.info, f"{info.dtype} with sizes {list(part.box.sizes)}")
-            extent = Extent(part.box, rank.path, local.start, local.strides)
+            extent = Extent(part.box, rank.path, local.start, local.strides, local.bits)
             extents.setdefault(str(part.box), extent)
         found = [extent for extent in extents.values() if extent.box.numel]
         check_boxes(f"{self._ranks[0].path}, {name}", info, [extent.box for extent in found])
