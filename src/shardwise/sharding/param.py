@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -89,9 +90,13 @@ class _Steps:
         self._are_checked[optimizer] = False
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for form in self._held_by(optimizer):
-            dtensor.placed_grad(form.parameter)  # a program may have set it
+        forms, has_grads = list(self._held_by(optimizer)), False
+        for form in forms:
+            has_grads |= dtensor.placed_grad(form.parameter) is not None  # programs set some, too
             form.count_step()
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if not has_grads and not has_closure:
+            _warn_of_no_gradients([form for form in forms if form.parameter.requires_grad])
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for form in self._held_by(optimizer):
@@ -127,6 +132,24 @@ class _GradHook:
 def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
     """Return the sharded forms of those of ``params`` that are sharded."""
     return _steps.forms_of(params)
+
+
+def _warn_of_no_gradients(forms: Sequence[ShardedParam]) -> None:
+    """Warn if a step without any gradient of sharded parameters follows a forward of them."""
+    awaiting = [
+        (form, group) for form in forms for group in form.groups if group.passes.await_backward
+    ]
+    for _, group in awaiting:
+        group.passes.await_backward = False  # it was said
+    if awaiting:
+        warnings.warn(
+            f"{awaiting[0][0].fqn} on rank {dist.get_rank()}: an optimizer steps, and none of the "
+            f"{len(forms)} sharded parameters that it has got a gradient from the last forward. "
+            "backward(inputs=parameters) and torch.autograd.grad(loss, parameters) leave sharded "
+            "parameters out, since forward computes with full ones. Call loss.backward() and read "
+            "parameter.grad; freeze what is to get no gradient with requires_grad_(False)",
+            stacklevel=4,
+        )
 
 
 class Growth(enum.Enum):
