@@ -345,7 +345,6 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        self.passes.await_backward = False
         unshards = self.options.unshard_in_backward and self.state is not states.UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()

@@ -228,7 +228,7 @@ class Passes:
 
     Attributes:
         current: the pass whose forward is running.
-        await_backward: whether a pass has begun since the last backward of the group.
+        await_backward: whether a pass has begun since the last backward of the model.
     """
 
     def __init__(self) -> None:
