@@ -123,8 +123,8 @@ def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
     hooks[hook] = hook
 
 
-#: The key of :func:`set_first_grad_hook` among the hooks of a tensor; those of users have numbers.
-_FIRST = "first"
+#: The key of :func:`set_first_grad_hook` among the hooks of a tensor; those of users count from 0.
+_FIRST = -1
 
 
 def set_first_grad_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -144,7 +144,7 @@ def set_first_grad_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
     hooks = parameter._backward_hooks
-    return [hook for key, hook in hooks.items() if key is not _FIRST] if hooks else []
+    return [hook for key, hook in hooks.items() if key != _FIRST] if hooks else []
 
 
 def accumulates(parameter: torch.Tensor) -> bool:

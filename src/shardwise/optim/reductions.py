@@ -54,33 +54,30 @@ def abandon(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
             peers.hang_up()
 
 
-#: For floats, use :func:`all_reduce_extreme`.
 _EXTREMES = (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def all_reduce_extreme(
-    values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> None:
-    """Reduce floats by ``MAX`` or ``MIN`` in place, to NaN where any rank has NaN.
+def _integers_of(floats: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return integers in the order of floats, with NaN at the end that ``op`` chooses.
 
     Backends compare floats, and no number is greater or less than NaN. So gloo keeps a NaN of the
-    rank that reduces the element, and hides that of any other. Here integers are compared, which
-    are in the order of the floats of the same bits, with NaN at the end that wins.
+    rank that reduces the element, and hides that of any other.
 
     Args:
-        values: float32 or float64, contiguous.
+        floats: float32 or float64, contiguous.
         op: ``MAX`` or ``MIN``.
-        group: the ranks.
     """
-    integer = _INTEGERS[values.dtype]
+    integer = _INTEGERS[floats.dtype]
     ends = torch.iinfo(integer)
-    bits = values.view(integer)
-    # Of negative floats, whose order is the other way around, all bits but the sign are flipped.
-    keys = bits ^ ((bits >> (ends.bits - 1)) & ends.max)
-    keys.masked_fill_(values.isnan(), ends.max if op == dist.ReduceOp.MAX else ends.min)
-    dist.all_reduce(keys, op=op, group=group)
-    bits.copy_(keys ^ ((keys >> (ends.bits - 1)) & ends.max))
+    ordered = _flip_negative(floats.view(integer))
+    return ordered.masked_fill_(floats.isnan(), ends.max if op == _EXTREMES[0] else ends.min)
+
+
+def _flip_negative(integers: Tensor) -> Tensor:
+    """Flip all bits but the sign of negative numbers: floats have the other order there."""
+    ends = torch.iinfo(integers.dtype)
+    return integers ^ ((integers >> (ends.bits - 1)) & ends.max)
 
 
 class Reductions:
@@ -130,10 +127,9 @@ class Reductions:
                 peers.collective(f"the all-reduce of {self._name}"),
                 observe.during(Activity.WAIT, self._name, peers.dimension),
             ):
-                if self._op in _EXTREMES:
-                    all_reduce_extreme(flat, self._op, group)
-                else:
-                    dist.all_reduce(flat, op=self._op, group=group)
+                sent = _integers_of(flat, self._op) if self._op in _EXTREMES else flat
+                dist.all_reduce(sent, op=self._op, group=group)
+                flat = flat if sent is flat else _flip_negative(sent).view(flat.dtype)
             observe.end(number)
             parts = torch.split(flat, [term.numel() for term in terms])
             for term, part in zip(terms, parts, strict=True):

@@ -553,7 +553,8 @@ class PostForwardShards:
                     shard, spec, requires_grad=param.sharded.requires_grad
                 )
                 attributes.share(kept, param.form.attributes)
-                kept.register_post_accumulate_grad_hook(functools.partial(_hand_on_grad, param))
+                hand_on = functools.partial(_hand_on_grad, param)
+                kept.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
                 param.register(kept)
                 self._registered[param] = kept, autograd.version_with_local(kept)
                 self._shards[param] = shard.view(-1)

@@ -226,6 +226,8 @@ class Root:
             self._end = weakref.ref(end)
             autograd.queue_after_backward(end)
             self.ledger.begin_step()
+            for group in self.groups:
+                group.passes.await_backward = False  # also if this one raises before it gets there
 
     def queue_delivery(self) -> None:
         """Make autograd complete the gradients when the running backward is over.

@@ -228,17 +228,20 @@ class Passes:
 
     Attributes:
         current: the pass whose forward is running.
+        await_backward: whether a pass has begun since the last backward of the model.
     """
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
         self.current: Pass | None = None
+        self.await_backward = False
 
     def begin(self, fulls: object, steps: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
         self.current = Pass(fulls, steps)
         self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
+        self.await_backward = True
         return self.current
 
     def end(self) -> list[torch.Tensor]:
@@ -252,6 +255,7 @@ class Passes:
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""
+        self.await_backward = False
         for ref in self._passes:
             each = ref()
             if each is not None:

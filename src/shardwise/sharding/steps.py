@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ class SteppedForm(Protocol):
     fqn: str
     parameter: nn.Parameter
     offload: Offload
+    groups: list[Any]
 
     @property
     def local(self) -> torch.Tensor:
@@ -140,9 +142,13 @@ class Steps(Generic[Form]):
         self._outdated.discard(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for form in self._held_by(optimizer):
-            dtensor.placed_grad(form.parameter)  # a program may have set it
+        forms, has_grads = list(self._held_by(optimizer)), False
+        for form in forms:
+            has_grads |= dtensor.placed_grad(form.parameter) is not None  # programs set some, too
             form.count_step()
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if not has_grads and not has_closure:
+            _warn_of_no_gradients([form for form in forms if form.parameter.requires_grad])
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for form in self._held_by(optimizer):
@@ -153,6 +159,24 @@ class Steps(Generic[Form]):
     def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[Form]:
         for group in optimizer.param_groups:
             yield from self.forms_of(group["params"])
+
+
+def _warn_of_no_gradients(forms: Sequence[SteppedForm]) -> None:
+    """Warn if a step without any gradient of sharded parameters follows a forward of them."""
+    awaiting = [
+        (form, group) for form in forms for group in form.groups if group.passes.await_backward
+    ]
+    for _, group in awaiting:
+        group.passes.await_backward = False  # it was said
+    if awaiting:
+        warnings.warn(
+            f"{awaiting[0][0].fqn} on rank {dist.get_rank()}: an optimizer steps, and none of the "
+            f"{len(forms)} sharded parameters that it has got a gradient from the last forward. "
+            "backward(inputs=parameters) and torch.autograd.grad(loss, parameters) leave sharded "
+            "parameters out, since forward computes with full ones. Call loss.backward() and read "
+            "parameter.grad; freeze what is to get no gradient with requires_grad_(False)",
+            stacklevel=4,
+        )
 
 
 def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
