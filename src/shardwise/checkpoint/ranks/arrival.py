@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise._torch import dtensor, fsdp
+from shardwise._torch import fsdp
 from shardwise._torch.module import (
     EXTRA_STATE,
     customizes_loading,
@@ -36,7 +36,6 @@ from shardwise._torch.module import (
 from shardwise._torch.unread import Fill, Unread
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.ranks.state import (
     ModelNames,
@@ -49,11 +48,6 @@ from shardwise.checkpoint.ranks.state import (
     ties,
 )
 from shardwise.sharding.allocate import MetaMemory
-
-
-def own_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """This rank's part of a tensor: where it is, and its elements."""
-    return Box(*dtensor.chunk_of(tensor)), dtensor.plain(tensor)
 
 
 class Arrival:
