@@ -232,3 +232,34 @@ def test_frozen_parameters_are_left_out_where_asked(tmp_path: Path, saves: Any) 
     assert torch.equal(other.layers[0].weight, before)  # type: ignore[index,union-attr]
     assert torch.equal(other.layers[2].weight, model.layers[2].weight)  # type: ignore[index,union-attr]
     assert torch.equal(*(each.state_dict()["state"][0]["exp_avg"] for each in (its, optimizer)))
+
+
+class _Counting(torch.optim.SGD):
+    """Its states have dtypes of their own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = {
+                "count": torch.full_like(param, 1001, dtype=torch.int64),
+                "sum": torch.full_like(param, 1001, dtype=torch.float32),
+                "last": torch.full_like(param, 1001),
+            }
+
+
+def test_states_keep_the_values_that_they_were_saved_with(tmp_path: Path) -> None:
+    """Torch casts them to the dtype of the parameter, where 1001 is 1000."""
+    half, full = nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2)
+    for model in (half, full):
+        optimizer = _Counting(model.parameters(), lr=0.1)
+        optimizer.step()
+        checkpoint.save(tmp_path / str(model.weight.dtype), model, optimizer)
+    loaded = _Counting(half.parameters(), lr=0.1)
+    expected = {"count": torch.int64, "sum": torch.float32, "last": torch.bfloat16}
+    checkpoint.load(tmp_path / "torch.bfloat16", half, loaded)
+    state = loaded.state[half.weight]
+    assert {key: value.dtype for key, value in state.items()} == expected
+    assert state["count"].unique().item() == state["sum"].unique().item() == 1001
+    checkpoint.load(tmp_path / "torch.float32", half, loaded)
+    state = loaded.state[half.weight]
+    assert state["count"].unique().item() == 1001
+    assert state["sum"].dtype == torch.bfloat16, "it had the dtype of its parameter, and has again"

@@ -154,6 +154,19 @@ def test_another_model_is_named_by_what_differs(tmp_path: Path) -> None:
     load_weights(tmp_path / "w.safetensors", model, strict=False)
 
 
+def test_values_without_their_scale_are_refused(tmp_path: Path) -> None:
+    """Nobody knows what scales are called: they are beside a weight in eight bits."""
+    weight = torch.randn(3, 3).to(torch.float8_e4m3fn)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False))
+    for name in ("0.weight_scale_inv", "0.scb"):
+        save_file({"0.weight": weight, name: torch.ones(1)}, tmp_path / "w.safetensors")
+        with pytest.raises(CheckpointError, match=f"0.weight: found torch.float8.* and {name}"):
+            load_weights(tmp_path / "w.safetensors", model, strict=False)
+    save_file({"0.weight": weight, "1.bias": torch.ones(1)}, tmp_path / "w.safetensors")
+    load_weights(tmp_path / "w.safetensors", model, strict=False)
+    assert torch.equal(model[0].weight, weight.float()), "values that are not scaled"
+
+
 def test_saving_never_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists; give another name"):

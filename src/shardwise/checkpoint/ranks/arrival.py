@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from shardwise._torch import dtensor, fsdp
+from shardwise._torch import fsdp
 from shardwise._torch.module import (
     EXTRA_STATE,
     customizes_loading,
@@ -36,7 +36,6 @@ from shardwise._torch.module import (
 from shardwise._torch.unread import Fill, Unread
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.ranks.state import (
     ModelNames,
@@ -49,11 +48,6 @@ from shardwise.checkpoint.ranks.state import (
     ties,
 )
 from shardwise.sharding.allocate import MetaMemory
-
-
-def own_part(tensor: Tensor) -> tuple[Box, Tensor]:
-    """This rank's part of a tensor: where it is, and its elements."""
-    return Box(*dtensor.chunk_of(tensor)), dtensor.plain(tensor)
 
 
 class Arrival:
@@ -176,6 +170,8 @@ class Arrival:
             if (missing or unexpected) and self._renames():
                 unexpected -= self._load_renamed(unexpected)
                 missing &= {self._names.of(key) for key in sharded_state_dict(self._model)}
+        stored = {n: each.dtype for n, each in self._values.items() if isinstance(each, Tensor)}
+        check_scaled(self._where, stored, own_tensors(self._model), unexpected)
         self._check_names(
             missing - self._left_out, unexpected | self._left_out & self._values.keys()
         )
@@ -264,6 +260,40 @@ class Arrival:
         """Drop what hooks have read; what they made of it has arrived."""
         while self._held:
             self._held.pop().forget()
+
+
+def check_scaled(
+    where: str,
+    stored: Mapping[str, torch.dtype],
+    own: Mapping[str, Tensor],
+    unexpected: Collection[str],
+) -> None:
+    """Check that no scale of quantized weights is left over: without it, values mean nothing.
+
+    Args:
+        where: the checkpoint, for error messages.
+        stored: the dtypes of its tensors, by name in the model.
+        own: the tensors of the model.
+        unexpected: names of the checkpoint for which the model has no place.
+
+    Raises:
+        CheckpointError: weights of fewer than 16 bits have something beside them that the model has
+            no place for, and the model is to hold them in more bits.
+    """
+    beside: dict[str, str] = {}
+    for name in sorted(unexpected):
+        beside.setdefault(name.rpartition(".")[0], name)
+    for name, dtype in stored.items():
+        is_few = dtype.itemsize == 1 and dtype is not torch.bool
+        tensor, other = own.get(name), beside.get(name.rpartition(".")[0])
+        if not is_few or other is None or tensor is None or tensor.dtype.itemsize == 1:
+            continue
+        if tensor.is_floating_point():
+            raise CheckpointError(
+                f"{where}: {name}: found {dtype} values and {other} beside them, for which the "
+                f"model has no place, expected values to load as {tensor.dtype}; scale the "
+                "weights first, or load them in a model that does"
+            )
 
 
 def _full(value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def _load(
         ],
         str(path),
     )
-    return install(tree, model, optimizer)
+    return install(tree, model, optimizer, manifest.section("model"))
 
 
 def _model_values(
@@ -183,7 +183,10 @@ def _read(reader: PieceReader, entry: TensorEntry, into: Tensor) -> None:
 
 
 def install(
-    tree: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
+    tree: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: Iterable[TensorEntry],
 ) -> dict[str, Any]:
     """Give an optimizer the state that has been brought to where it belongs.
 
@@ -191,13 +194,15 @@ def install(
         tree: the state, as it was saved.
         model: the model.
         optimizer: an optimizer of its parameters.
+        saved: the tensors of the model that were saved with it.
 
     Returns:
         ``extra`` as it was saved.
     """
     if optimizer is not None:
         names = parameter_names(model, own_tensors(model))
-        load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
+        dtypes = {dotted(entry.path[1:]): torch_dtype(entry.dtype) for entry in saved}
+        load_optimizer_tree(optimizer, names, tree.get("optimizer", {}), dtypes)
     extra: dict[str, Any] = restored(tree.get("extra", {}))
     return extra
 

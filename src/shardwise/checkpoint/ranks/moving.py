@@ -546,7 +546,8 @@ class _Arrivals:
             arrival = Arrival(self.model, self._doing, strict=True)
             arrival.expect(arrived)
             arrival.load()
-        return install(tree, self.model, self._optimizer)
+        saved = [entry for entry, _ in self._arrived if entry.section == "model"]
+        return install(tree, self.model, self._optimizer, saved)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,14 +79,20 @@ def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 
 
 def load_optimizer_tree(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+    tree: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
     """Give an optimizer the state that :func:`optimizer_tree` returned.
+
+    Integers, and states that had another dtype than their parameter, keep their dtype.
 
     Args:
         optimizer: the optimizer.
         names: names by parameter.
         tree: the state.
+        dtypes: the dtypes that parameters had when it was saved, by name, as far as known.
 
     Raises:
         CheckpointError: the state is of other parameters.
@@ -106,6 +113,34 @@ def load_optimizer_tree(
         for name, value in tree.get(STATE, {}).items()
     }
     optimizer.load_state_dict({**tree, STATE: state, GROUPS: groups})
+    for name, values in tree.get(STATE, {}).items():
+        if name in params:
+            _keep_dtypes(optimizer, params[name], values, dtypes.get(name))
+
+
+def _keep_dtypes(
+    optimizer: torch.optim.Optimizer, param: Tensor, saved: Any, dtype: torch.dtype | None
+) -> None:
+    """Undo casts of a parameter's state to the parameter's dtype that would change what it means.
+
+    Torch casts all but steps. That is right only for what had the dtype of its parameter before.
+
+    Args:
+        optimizer: an optimizer that has loaded the state.
+        param: the parameter.
+        saved: its state as it was saved.
+        dtype: the dtype that the parameter had then; ``None`` if that is unknown.
+    """
+    held: Any = next(
+        (each.state[param] for each in inside_of(optimizer) if param in each.state), {}
+    )
+    for key, value in saved.items() if isinstance(saved, dict) and isinstance(held, dict) else ():
+        found = held.get(key)
+        if not (isinstance(value, Tensor) and isinstance(found, Tensor)) or key == STEP:
+            continue
+        follows = value.dtype == dtype or (dtype is None and value.is_floating_point())
+        if found.dtype != value.dtype and found.shape == value.shape and not follows:
+            held[key] = value.to(found.device)
 
 
 def saved_groups(

@@ -141,7 +141,12 @@ def load_rank_checkpoint(
         raise CheckpointError(f"{path}: contains no optimizer; load it without one")
     tree = _sharded_optimizer(file, state["optimizer"], model_state)
     with _refusing(path):
-        load_optimizer_tree(optimizer, parameter_names(model, model_state), tree)
+        dtypes = {
+            name: each.dtype
+            for name, each in state["model"].items()
+            if isinstance(each, torch.Tensor)
+        }
+        load_optimizer_tree(optimizer, parameter_names(model, model_state), tree, dtypes)
 
 
 def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -23,11 +23,12 @@ from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed
 from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.arrival import check_scaled
 from shardwise.checkpoint.ranks.loading import own_part, read_part
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import own_tensors, reshard
@@ -78,6 +79,13 @@ class FillPlan:
         if name in self.converted:
             return tuple(self.converted[name].made[name].shape)
         return source.tensors[self.direct[name]].shape
+
+    def dtype_of(self, name: str, source: Source) -> torch.dtype:
+        """The dtype of one of these tensors in the files."""
+        path = self.direct.get(name)
+        if path is None:
+            path = next(iter(self.converted[name].sources.values()))[0]
+        return torch_dtype(source.tensors[path].dtype)
 
 
 @dataclass
@@ -182,6 +190,8 @@ def _load(
             shape = torch.Size((layer.out_features, layer.in_features))
             shapes |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), shape)
         _check_shapes(source, plan, shapes, found)
+        dtypes = {each: plan.dtype_of(plain, source) for each, plain in found.items()}
+        check_scaled(str(source.where), dtypes, state, plan.unexpected)
         if allocate(model, found):
             state = own_tensors(model)
         conversions.remember(inner)
