@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch import autograd, dtensor, fake, operations
 from shardwise.base.devices import GLOO
-from shardwise.base.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError, ShardwiseError
 from shardwise.frontends.watch_ranks import line_of
 from shardwise.transport.peers import Peers, new_group
 
@@ -118,7 +118,8 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
     try:
         with _Functions(comparison), _Operations(comparison):  # type: ignore[no-untyped-call]
             yield
-    except _FoundError:
+    except (_FoundError, ShardwiseError):  # which others have been told, or are told by others
+        ranks.forget()
         raise
     except BaseException as error:
         ranks.leave(f"{type(error).__name__}: {error}")
@@ -166,7 +167,11 @@ class _Ranks:
         for group in self._groups.values():
             with contextlib.suppress(RuntimeError):
                 Peers(group).gather_objects((why, _line(), None), "the end of an audit")
-        self._groups.clear()  # one of them may be out of step
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next audit make new groups: in these, ranks may be out of step."""
+        self._groups.clear()
 
 
 def _groups(peers: Peers) -> dict[tuple[float, ...], dist.ProcessGroup]:
@@ -224,6 +229,7 @@ class _Comparison:
     def __init__(self, model: nn.Module, ranks: _Ranks) -> None:
         self._model = model
         self._ranks = ranks
+        # By local tensors: of one that is referenced weakly, torch swaps no memory, as to() does.
         self._origins = operations.by_tensor()  # what a tensor was first computed from
         self._views = operations.by_tensor()  # what they are of; if they have memory of their own
         self._stale = operations.by_tensor()  # which writes to views of that kind a tensor lacks
@@ -243,7 +249,9 @@ class _Comparison:
         if not has_values or call.name.startswith(_UNDEFINED):
             return function(*args, **kwargs)
         mesh = max((each.device_mesh for each in call.operands), key=DeviceMesh.size)
-        self._ranks.meet(mesh, call.doing, None)
+        is_freed = any(map(_is_freed, call.operands))  # as full parameters are, between their uses
+        if any(self._ranks.meet(mesh, call.doing, is_freed).values()):
+            return function(*args, **kwargs)
         plain = {k: v.clone() for k, v in call.written.items() if not isinstance(v, DTensor)}
         before = plain | {id(each): _full(each) for each in call.operands}
         result = function(*args, **kwargs)
@@ -310,27 +318,33 @@ class _Comparison:
     def _follow(self, call: _Call, made: list[Any]) -> None:
         """Note what tensors are computed from, and which views have memory of their own."""
         base = call.operands[0]
-        viewed, is_copy = self._views.get(base, (base, False))
+        viewed, is_copy = self._views.get(dtensor.plain(base), (base, False))
         for at, each in enumerate(made):
             if isinstance(each, DTensor) and id(each) not in call.written:
                 source = call.operands[min(at, len(call.operands) - 1)]
-                self._origins[each] = self._origins.get(source, source)
+                self._origins[dtensor.plain(each)] = self._origins.get(
+                    dtensor.plain(source), source
+                )
                 if fake.only_views(call.function):
                     apart = dtensor.storage_of(each) != dtensor.storage_of(base)
                     is_copy |= apart and dtensor.local_of(each).numel() > 0
-                    self._views[each] = viewed, is_copy
+                    self._views[dtensor.plain(each)] = viewed, is_copy
 
     def _lost_write(self, call: _Call) -> _Finding | None:
         """Find what was written to a view and does not reach what it is a view of."""
         for tensor in call.written.values():
-            base, is_copy = self._views.get(tensor, (tensor, False))
+            base, is_copy = self._views.get(dtensor.plain(tensor), (tensor, False))
             if is_copy:
                 name = self._exact_name_of(base)
                 lost = f"{name or 'the tensor behind a view'} unchanged, expected what was written"
                 if name:
                     return _Kind.WRITE, lost
-                self._stale[base] = _Kind.WRITE, f"{lost} at {_line()}"  # if it is ever read
-        return next((self._stale[each] for each in call.operands if each in self._stale), None)
+                self._stale[dtensor.plain(base)] = (
+                    _Kind.WRITE,
+                    f"{lost} at {_line()}",
+                )  # if it is ever read
+        read = (self._stale.get(dtensor.plain(each)) for each in call.operands)
+        return next(filter(None, read), None)
 
     def _exact_name_of(self, tensor: torch.Tensor) -> str:
         for name, param in self._model.named_parameters():
@@ -344,7 +358,7 @@ class _Comparison:
         """Name the parameter or gradient that a tensor is, or that it was computed from."""
         if name := self._exact_name_of(tensor):
             return name
-        name = self._exact_name_of(self._origins.get(tensor, tensor))
+        name = self._exact_name_of(self._origins.get(dtensor.plain(tensor), tensor))
         return name and f"what was computed from {name}"
 
     def _compare_random(self, mesh: DeviceMesh, call: _Call, made: list[Any]) -> None:
@@ -448,6 +462,11 @@ def _has_values(tensor: DTensor) -> bool:
     local = dtensor.local_of(tensor)
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and fake.has_values(local) and dtensor.has_memory(dtensor.wait_tensor(local))
+
+
+def _is_freed(tensor: DTensor) -> bool:
+    local = dtensor.local_of(tensor)
+    return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def _placed(tensor: DTensor) -> str:

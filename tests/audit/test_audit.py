@@ -1,0 +1,158 @@
+"""``shardwise.audit``: what it says, and that it finds nothing in right programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+import shardwise
+from shardwise import PeerLostError, RanksDivergedError, fully_shard
+from tests.audit.programs import PROGRAMS, build
+from tests.worlds import on_processes, on_threads
+
+RUNTIMES = {"ours": fully_shard, "torch": fully_shard_of_torch}
+
+
+def train(name: str, shard: Any, audit: Callable[[Any], Any]) -> list[Any]:
+    model, step = PROGRAMS[name](shard)
+    with audit(model):
+        logged = [step() for _ in range(2)]
+    params = [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
+    return [*params, torch.get_rng_state(), logged]
+
+
+#: Those of `make test`; the others are in `make long`.
+FEW = ("AdamW, fused", "clipping", "tensor parallelism", "writes")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("names", [FEW, pytest.param([*PROGRAMS], marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore")  # of torch's, about what programs do
+@on_processes(2)
+def test_right_programs_compute_the_same_under_an_audit(
+    rank: int, world_size: int, runtime: str, names: list[str]
+) -> None:
+    for name in names:
+        plain = train(name, RUNTIMES[runtime], lambda model: contextlib.nullcontext())
+        audited = train(name, RUNTIMES[runtime], shardwise.audit)
+
+        assert audited.pop() == plain.pop(), name
+        assert all(map(torch.equal, audited, plain)), name
+
+
+def model_of_one() -> Any:
+    torch.manual_seed(0)
+    return fully_shard(nn.Linear(4, 4))
+
+
+@on_threads(2)
+def test_a_wrong_gradient_names_the_line_of_forward(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    said = r"aten\.mse_loss_backward on weight, at the backward of .*test_audit\.py"
+    with pytest.raises(ValueError, match=said), shardwise.audit(model):
+        target = torch.zeros_like(model.weight)
+        torch.nn.functional.mse_loss(model.weight, target).full_tensor().backward()
+
+
+@on_threads(2)
+def test_a_model_may_be_converted_in_an_audit(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    with shardwise.audit(model):
+        model(torch.ones(1, 4)).sum().backward()
+        model.double()
+
+    assert model.weight.dtype == torch.float64
+
+
+@on_threads(2)
+def test_a_write_to_what_a_view_was_of_counts_if_it_is_read(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    with shardwise.audit(model), torch.no_grad():
+        (model.weight + 1)[0].zero_()  # nobody reads the sum
+
+    with pytest.raises(ValueError, match=r"unchanged, expected what was written at .*test_audit"):
+        with shardwise.audit(model), torch.no_grad():
+            more = model.weight + 1
+            more[0].zero_()
+            more.sum()
+
+
+@on_threads(2)
+def test_each_rank_says_what_it_has_read(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    with pytest.raises(ValueError, match=r"expected .* \(rank 0\); .* \(rank 1\)"):
+        with shardwise.audit(model):
+            model.weight.detach().sum().item()
+
+
+@on_threads(2)
+def test_what_is_the_same_on_all_ranks_may_be_read(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    with shardwise.audit(model):
+        assert model.weight.detach().norm().full_tensor().item() > 0
+        assert model.weight.detach().argmax().item() >= 0
+        assert bool(model.weight.detach().norm() > 0)
+
+
+@on_threads(2)
+def test_ranks_that_run_different_operations_are_told(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    said = r"rank 0: aten\.sum of .*test_audit\.py.*rank 1: aten\.mean of"
+    with pytest.raises(RanksDivergedError, match=said), shardwise.audit(model):
+        model.weight.sum() if rank == 0 else model.weight.mean()
+
+    said = r"rank 0: aten\.sum of .*rank 1: the end of the audit"
+    with pytest.raises(RanksDivergedError, match=said), shardwise.audit(model):
+        if rank == 0:
+            model.weight.sum()
+
+
+@on_threads(2)
+def test_an_exception_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    error, said = (KeyError, "mine") if rank else (RanksDivergedError, "rank 1: KeyError: 'mine'")
+    with pytest.raises(error, match=said), shardwise.audit(model):
+        if rank == 1:
+            raise KeyError("mine")
+        model.weight.sum()
+
+    with shardwise.audit(model):  # and the next one begins anew
+        model.weight.sum()
+
+
+@on_processes(2)
+def test_a_rank_does_not_wait_forever_for_one_that_waits_for_it(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    if rank == 0:
+        with pytest.raises(PeerLostError, match=r"the audit of aten\.sum"):
+            with shardwise.audit(model, seconds=1):
+                model.weight.sum()
+        dist.send(torch.ones(1), 1)
+    else:
+        with pytest.raises(shardwise.ShardwiseError), shardwise.audit(model, seconds=1):
+            dist.recv(torch.ones(1), 0)
+
+
+@on_threads(1)
+def test_what_cannot_be_audited_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="call fully_shard first"):
+        shardwise.audit(nn.Linear(2, 2)).__enter__()
+    with pytest.raises(ValueError, match="seconds: found 0"):
+        shardwise.audit(model_of_one(), seconds=0).__enter__()
+
+
+def _simulated() -> float:
+    model = build(fully_shard)
+    with shardwise.audit(model):
+        return float(model(torch.tensor([[1, 2]])).sum().detach())
+
+
+def test_simulated_ranks_are_audited_as_well() -> None:
+    assert len(shardwise.simulate(_simulated, 2)) == 2
