@@ -8,12 +8,12 @@
 # `F.smooth_l1_loss` and `F.binary_cross_entropy` as well, and those of `F.l1_loss` and of
 # `F.binary_cross_entropy_with_logits` are right. The backward of the first four divides by the number of elements of the
 # rank's own part.
-# Exits 0 while it is so.
+# Exits 0 while it is so. With PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, the smaller build for CPUs is used.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.4 --extra-index-url https://download.pytorch.org/whl/cpu
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.4
 cat > "$folder/program.py" <<'PROGRAM'
 import torch
 import torch.distributed as dist

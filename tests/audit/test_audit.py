@@ -52,13 +52,19 @@ def model_of_one() -> Any:
     return fully_shard(nn.Linear(4, 4))
 
 
+def audited(model: Any, program: Callable[[Any], object], seconds: float = 60.0) -> None:
+    with shardwise.audit(model, seconds=seconds):
+        program(model.weight)
+
+
 @on_threads(2)
 def test_a_wrong_gradient_names_the_line_of_forward(rank: int, world_size: int) -> None:
-    model = model_of_one()
-    said = r"aten\.mse_loss_backward on weight, at the backward of .*test_audit\.py"
-    with pytest.raises(ValueError, match=said), shardwise.audit(model):
-        target = torch.zeros_like(model.weight)
-        torch.nn.functional.mse_loss(model.weight, target).full_tensor().backward()
+    def program(p: Any) -> None:
+        torch.nn.functional.mse_loss(p, torch.zeros_like(p)).full_tensor().backward()
+
+    said = r"aten\.mse_loss_backward on weight, at the backward of .*test_audit\.py:\d+ in program"
+    with pytest.raises(ValueError, match=said):
+        audited(model_of_one(), program)
 
 
 @on_threads(2)
@@ -72,24 +78,26 @@ def test_a_model_may_be_converted_in_an_audit(rank: int, world_size: int) -> Non
 
 
 @on_threads(2)
-def test_a_write_to_what_a_view_was_of_counts_if_it_is_read(rank: int, world_size: int) -> None:
-    model = model_of_one()
-    with shardwise.audit(model), torch.no_grad():
-        (model.weight + 1)[0].zero_()  # nobody reads the sum
-
-    with pytest.raises(ValueError, match=r"unchanged, expected what was written at .*test_audit"):
-        with shardwise.audit(model), torch.no_grad():
-            more = model.weight + 1
-            more[0].zero_()
+def test_a_write_that_is_lost_counts_if_what_lacks_it_is_read(rank: int, world_size: int) -> None:
+    @torch.no_grad()
+    def program(p: Any) -> None:
+        more = p + 1
+        more[0].zero_()
+        if reads:
             more.sum()
+
+    reads = False
+    audited(model_of_one(), program)
+
+    reads = True
+    with pytest.raises(ValueError, match=r"unchanged, expected what was written at .*test_audit"):
+        audited(model_of_one(), program)
 
 
 @on_threads(2)
 def test_each_rank_says_what_it_has_read(rank: int, world_size: int) -> None:
-    model = model_of_one()
     with pytest.raises(ValueError, match=r"expected .* \(rank 0\); .* \(rank 1\)"):
-        with shardwise.audit(model):
-            model.weight.detach().sum().item()
+        audited(model_of_one(), lambda p: p.detach().sum().item())
 
 
 @on_threads(2)
@@ -103,28 +111,23 @@ def test_what_is_the_same_on_all_ranks_may_be_read(rank: int, world_size: int) -
 
 @on_threads(2)
 def test_ranks_that_run_different_operations_are_told(rank: int, world_size: int) -> None:
-    model = model_of_one()
     said = r"rank 0: aten\.sum of .*test_audit\.py.*rank 1: aten\.mean of"
-    with pytest.raises(RanksDivergedError, match=said), shardwise.audit(model):
-        model.weight.sum() if rank == 0 else model.weight.mean()
+    with pytest.raises(RanksDivergedError, match=said):
+        audited(model_of_one(), lambda p: p.mean() if rank else p.sum())
 
     said = r"rank 0: aten\.sum of .*rank 1: the end of the audit"
-    with pytest.raises(RanksDivergedError, match=said), shardwise.audit(model):
-        if rank == 0:
-            model.weight.sum()
+    with pytest.raises(RanksDivergedError, match=said):
+        audited(model_of_one(), lambda p: rank or p.sum())
 
 
 @on_threads(2)
 def test_an_exception_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> None:
     model = model_of_one()
-    error, said = (KeyError, "mine") if rank else (RanksDivergedError, "rank 1: KeyError: 'mine'")
-    with pytest.raises(error, match=said), shardwise.audit(model):
-        if rank == 1:
-            raise KeyError("mine")
-        model.weight.sum()
+    expected = KeyError if rank else RanksDivergedError
+    with pytest.raises(expected, match="mine" if rank else "rank 1: KeyError: 'mine'"):
+        audited(model, lambda p: {}["mine"] if rank else p.sum())
 
-    with shardwise.audit(model):  # and the next one begins anew
-        model.weight.sum()
+    audited(model, lambda p: p.sum())  # the next one begins anew
 
 
 @on_processes(2)
@@ -132,20 +135,19 @@ def test_a_rank_does_not_wait_forever_for_one_that_waits_for_it(rank: int, world
     model = model_of_one()
     if rank == 0:
         with pytest.raises(PeerLostError, match=r"the audit of aten\.sum"):
-            with shardwise.audit(model, seconds=1):
-                model.weight.sum()
+            audited(model, lambda p: p.sum(), seconds=1)
         dist.send(torch.ones(1), 1)
     else:
-        with pytest.raises(shardwise.ShardwiseError), shardwise.audit(model, seconds=1):
-            dist.recv(torch.ones(1), 0)
+        with pytest.raises(shardwise.ShardwiseError):
+            audited(model, lambda p: dist.recv(torch.ones(1), 0), seconds=1)
 
 
 @on_threads(1)
 def test_what_cannot_be_audited_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="call fully_shard first"):
-        shardwise.audit(nn.Linear(2, 2)).__enter__()
+        audited(nn.Linear(2, 2), lambda p: p)
     with pytest.raises(ValueError, match="seconds: found 0"):
-        shardwise.audit(model_of_one(), seconds=0).__enter__()
+        audited(model_of_one(), lambda p: p, seconds=0)
 
 
 def _simulated() -> float:
