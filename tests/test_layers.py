@@ -74,7 +74,7 @@ INNER_LAYERS = {
         ["__init__"],
     ],
     "insight": [
-        ["schema", "blueprint"],
+        ["schema", "blueprint", "audit"],
         ["step"],
         ["inspect"],
         ["planning"],

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 import shardwise
 from shardwise.app.runs.snapshot import RunReader
@@ -68,3 +70,15 @@ def _logged(rank: int, world_size: int, folder: Path) -> None:
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     run_ranks(_logged, 2, tmp_path)
     assert _lines(tmp_path) == [{"step": 1, "loss": 0.0}]
+
+
+def test_a_part_of_a_number_is_refused(tmp_path: Path, threads: Any) -> None:
+    def be(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        part = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()])
+        with pytest.raises(ValueError, match=r"norm: .*pass norm\.full_tensor\(\)"):
+            shardwise.log(tmp_path, step=1, norm=part)
+        shardwise.log(tmp_path, step=1, norm=part.full_tensor())
+
+    threads(be, 2)
+    assert '"norm": 2.0' in (tmp_path / "metrics.jsonl").read_text()

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch import autograd, dtensor, fake, operations
 from shardwise.base.devices import GLOO
-from shardwise.base.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError, ShardwiseError
 from shardwise.frontends.watch_ranks import line_of
 from shardwise.transport.peers import Peers, new_group
 
@@ -49,8 +49,8 @@ _READ = "aten._local_scalar_dense"  # what item(), float() and bool() come to
 _ELEMENTWISE, _REORDERED = 4, 32
 
 
-class _Kind(enum.Enum):
-    """What an operation does differently. The value says what to write instead."""
+class _Remedy(enum.Enum):
+    """What to write instead, by what an operation does differently."""
 
     VALUE = "compute on `x.full_tensor()`, which is differentiable, in place of the `DTensor` x"
     LOSS = "call losses on plain tensors: on outputs of the model, or on `x.full_tensor()`"
@@ -69,7 +69,7 @@ class _Kind(enum.Enum):
 
 
 #: What is different, and how, in words.
-_Finding = tuple[_Kind, str]
+_Finding = tuple[_Remedy, str]
 
 
 @contextlib.contextmanager
@@ -116,9 +116,10 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
         ranks.meet(mesh, "the beginning of the audit", None)
     comparison = _Comparison(model, ranks)
     try:
-        with _Functions(comparison), _Operations(comparison):  # type: ignore[no-untyped-call]
+        with _Functions(comparison), _Operations(comparison):
             yield
-    except _FoundError:
+    except (_FoundError, ShardwiseError):  # which others have been told, or are told by others
+        ranks.forget()
         raise
     except BaseException as error:
         ranks.leave(f"{type(error).__name__}: {error}")
@@ -166,7 +167,11 @@ class _Ranks:
         for group in self._groups.values():
             with contextlib.suppress(RuntimeError):
                 Peers(group).gather_objects((why, _line(), None), "the end of an audit")
-        self._groups.clear()  # one of them may be out of step
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next audit make new groups: in these, ranks may be out of step."""
+        self._groups.clear()
 
 
 def _groups(peers: Peers) -> dict[tuple[float, ...], dist.ProcessGroup]:
@@ -201,9 +206,7 @@ class _Call:
 
     def with_tensors(self, others: dict[int, torch.Tensor]) -> list[Any] | None:
         """Run it with other tensors; return what it has made, or ``None`` if it cannot be run."""
-        others = {
-            key: each.clone() if key in self.written else each for key, each in others.items()
-        }
+        others = others | {key: others[key].clone() for key in self.written}
         args, kwargs = operations.map_tensors(lambda each: others.get(id(each), each), self.args)
         try:
             with torch.no_grad():
@@ -224,6 +227,7 @@ class _Comparison:
     def __init__(self, model: nn.Module, ranks: _Ranks) -> None:
         self._model = model
         self._ranks = ranks
+        # By local tensors: of one that is referenced weakly, torch swaps no memory, as to() does.
         self._origins = operations.by_tensor()  # what a tensor was first computed from
         self._views = operations.by_tensor()  # what they are of; if they have memory of their own
         self._stale = operations.by_tensor()  # which writes to views of that kind a tensor lacks
@@ -243,7 +247,9 @@ class _Comparison:
         if not has_values or call.name.startswith(_UNDEFINED):
             return function(*args, **kwargs)
         mesh = max((each.device_mesh for each in call.operands), key=DeviceMesh.size)
-        self._ranks.meet(mesh, call.doing, None)
+        is_freed = any(map(_is_freed, call.operands))  # as full parameters are, between their uses
+        if any(self._ranks.meet(mesh, call.doing, is_freed).values()):
+            return function(*args, **kwargs)
         plain = {k: v.clone() for k, v in call.written.items() if not isinstance(v, DTensor)}
         before = plain | {id(each): _full(each) for each in call.operands}
         result = function(*args, **kwargs)
@@ -262,7 +268,7 @@ class _Comparison:
             for each in call.operands:  # of which values may cancel
                 key = id(each)
                 before[key] = _sizes(before[key] if key in call.written else _full(each, _sizes))
-            larger = call.with_tensors(before)
+            larger = call.with_tensors(before) or expected
             self.settle(mesh, call, found or _difference(call, full, expected, larger))
         return result
 
@@ -271,7 +277,7 @@ class _Comparison:
         told = {k: v for k, v in self._ranks.meet(mesh, call.doing, found).items() if v is not None}
         if not told:
             return
-        (kind, text), *_ = told.values()
+        (remedy, text), *_ = told.values()
         if len(set(told.values())) > 1:
             text = "; ".join(f"{each} (rank {rank})" for rank, (_, each) in told.items())
         name = next(filter(None, map(self._name_of, call.operands)), "")
@@ -280,7 +286,7 @@ class _Comparison:
         line = _line() if at < 0 else f"the backward of {self._lines[at]}"
         raise _FoundError(
             f"{call.name}{name and f' on {name}'}, at {line}: found {text}. Write instead: "
-            f"{kind.value}. See docs/dtensors.md"
+            f"{remedy.value}. See docs/dtensors.md"
         )
 
     def assigned(self, tensor: DTensor, value: torch.Tensor) -> None:
@@ -290,16 +296,17 @@ class _Comparison:
         call = _Call("the assignment to .data", ((tensor,), {}))
         self._ranks.meet(tensor.device_mesh, call.doing, None)
         whole = _full(value) if isinstance(value, DTensor) else value
-        lost = _Kind.ASSIGNMENT, "the values of before, expected those that were assigned"
+        lost = _Remedy.ASSIGNMENT, "the values of before, expected those that were assigned"
         same = tensor.shape == whole.shape and torch.equal(_full(tensor), whole)
         self.settle(tensor.device_mesh, call, None if same else lost)
 
     def misplaced_gradient(self) -> _Finding | None:
         """Find a gradient that is not placed as its parameter, between backwards."""
-        for name, param in self._model.named_parameters():
-            grad = param.grad if isinstance(param, DTensor) and not autograd.in_backward() else None
+        param: Any
+        for name, param in self._model.named_parameters() if not autograd.in_backward() else ():
+            grad = param.grad if isinstance(param, DTensor) else None
             if isinstance(grad, DTensor) and grad.placements != param.placements:
-                return _Kind.GRADIENT, (
+                return _Remedy.GRADIENT, (
                     f"the gradient of {name} placed as {_placed(grad)}, expected {_placed(param)}: "
                     "FSDP takes it for a shard"
                 )
@@ -310,27 +317,28 @@ class _Comparison:
     def _follow(self, call: _Call, made: list[Any]) -> None:
         """Note what tensors are computed from, and which views have memory of their own."""
         base = call.operands[0]
-        viewed, is_copy = self._views.get(base, (base, False))
+        viewed, is_copy = self._views.get(dtensor.plain(base), (base, False))
         for at, each in enumerate(made):
             if isinstance(each, DTensor) and id(each) not in call.written:
-                source = call.operands[min(at, len(call.operands) - 1)]
-                self._origins[each] = self._origins.get(source, source)
+                local, source = dtensor.plain(each), call.operands[min(at, len(call.operands) - 1)]
+                self._origins[local] = self._origins.get(dtensor.plain(source), source)
                 if fake.only_views(call.function):
                     apart = dtensor.storage_of(each) != dtensor.storage_of(base)
-                    is_copy |= apart and dtensor.local_of(each).numel() > 0
-                    self._views[each] = viewed, is_copy
+                    is_copy |= apart and local.numel() > 0
+                    self._views[local] = viewed, is_copy
 
     def _lost_write(self, call: _Call) -> _Finding | None:
         """Find what was written to a view and does not reach what it is a view of."""
         for tensor in call.written.values():
-            base, is_copy = self._views.get(tensor, (tensor, False))
+            base, is_copy = self._views.get(dtensor.plain(tensor), (tensor, False))
             if is_copy:
                 name = self._exact_name_of(base)
                 lost = f"{name or 'the tensor behind a view'} unchanged, expected what was written"
                 if name:
-                    return _Kind.WRITE, lost
-                self._stale[base] = _Kind.WRITE, f"{lost} at {_line()}"  # if it is ever read
-        return next((self._stale[each] for each in call.operands if each in self._stale), None)
+                    return _Remedy.WRITE, lost
+                lost = f"{lost} at {_line()}"
+                self._stale[dtensor.plain(base)] = _Remedy.WRITE, lost  # if it is ever read
+        return next(filter(None, (self._stale.get(dtensor.plain(e)) for e in call.operands)), None)
 
     def _exact_name_of(self, tensor: torch.Tensor) -> str:
         for name, param in self._model.named_parameters():
@@ -344,7 +352,7 @@ class _Comparison:
         """Name the parameter or gradient that a tensor is, or that it was computed from."""
         if name := self._exact_name_of(tensor):
             return name
-        name = self._exact_name_of(self._origins.get(tensor, tensor))
+        name = self._exact_name_of(self._origins.get(dtensor.plain(tensor), tensor))
         return name and f"what was computed from {name}"
 
     def _compare_random(self, mesh: DeviceMesh, call: _Call, made: list[Any]) -> None:
@@ -358,9 +366,9 @@ class _Comparison:
                 for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
                     values = [reports[rank][at] for rank in ranks if reports[rank][at] is not None]
                     if placement.is_shard() and len(set(values)) < len(values):
-                        found = _Kind.RANDOM, "the same values drawn for different rows"
+                        found = _Remedy.RANDOM, "the same values drawn for different rows"
                     elif placement.is_replicate() and len(set(values)) > 1:
-                        found = _Kind.RANDOM, "other values drawn on each rank for the same rows"
+                        found = _Remedy.RANDOM, "other values drawn on each rank for the same rows"
         self.settle(mesh, call, found)
 
 
@@ -378,17 +386,14 @@ def _difference(
         expected: the same, computed on full tensors.
         larger: the same, computed on absolute values, if sums may be in another order.
     """
-    is_read = call.name == _READ
-    is_part = any(map(dtensor.is_part, call.operands))
-    for at, (found, want) in enumerate(zip(made, expected, strict=True)):
+    units = _ELEMENTWISE if larger is None else _REORDERED
+    reads_part = call.name == _READ and any(map(dtensor.is_part, call.operands))
+    for found, want, size in zip(made, expected, larger or expected, strict=True):
         if isinstance(want, torch.Tensor):
-            size = want if larger is None else larger[at]
-            if not _is_close(
-                call, found, want, size, _ELEMENTWISE if larger is None else _REORDERED
-            ):
-                return _kind_of(call), _in_words(found, want)
-        elif (is_read and is_part) or not (found == want or (found != found and want != want)):
-            return _Kind.READ, f"{found}, expected {want} on all ranks"
+            if not _is_close(call, found, want, size, units):
+                return _remedy_for(call), _in_words(found, want)
+        elif reads_part or not (found == want or (found != found and want != want)):
+            return _Remedy.READ, f"{found}, expected {want} on all ranks"
     return None
 
 
@@ -416,10 +421,10 @@ def _in_words(found: torch.Tensor, want: torch.Tensor) -> str:
     return f"{found[at].item():.6g}{place}, expected {want[at].item():.6g} as of the full tensor"
 
 
-def _kind_of(call: _Call) -> _Kind:
+def _remedy_for(call: _Call) -> _Remedy:
     if "loss" in call.name or "binary_cross_entropy" in call.name:
-        return _Kind.LOSS
-    return _Kind.FOREACH if "_foreach_" in call.name else _Kind.VALUE
+        return _Remedy.LOSS
+    return _Remedy.FOREACH if "_foreach_" in call.name else _Remedy.VALUE
 
 
 # -- tensors -------------------------------------------------------------------------------------
@@ -433,21 +438,22 @@ def _sizes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.abs() if tensor.is_floating_point() else tensor
 
 
-def _full(
-    tensor: DTensor, change: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Gather a tensor, or what ``change`` makes of each rank's part of it. Not differentiable."""
-    local = dtensor.wait_tensor(dtensor.local_of(tensor)).detach()
-    if change is not None:
-        local = change(local)
+def _full(tensor: DTensor, change: Callable[..., torch.Tensor] = torch.clone) -> torch.Tensor:
+    """Gather a copy of a tensor, or of what ``change`` makes of each rank's part of it."""
+    local = change(dtensor.wait_tensor(dtensor.local_of(tensor)).detach())
     with torch.no_grad():
-        return dtensor.wrap_local(local, dtensor.spec_of(tensor)).full_tensor().clone()
+        return dtensor.wrap_local(local, dtensor.spec_of(tensor)).full_tensor()
 
 
 def _has_values(tensor: DTensor) -> bool:
     local = dtensor.local_of(tensor)
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and fake.has_values(local) and dtensor.has_memory(dtensor.wait_tensor(local))
+
+
+def _is_freed(tensor: DTensor) -> bool:
+    local = dtensor.local_of(tensor)
+    return local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def _placed(tensor: DTensor) -> str:
@@ -473,11 +479,11 @@ def _line() -> str:
 # -- what sees the operations --------------------------------------------------------------------
 
 
-class _Operations(fake.TorchDispatchMode):  # type: ignore[misc]
+class _Operations(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees operations as they are dispatched, in forward, in backward and between them."""
 
     def __init__(self, comparison: _Comparison) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._comparison = comparison
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -491,7 +497,7 @@ class _Functions(TorchFunctionMode):
     """Sees functions as the program calls them: for lines of backward, and assignments to data."""
 
     def __init__(self, comparison: _Comparison) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._comparison = comparison
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -35,8 +35,8 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
         folder: the folder of the run; by default ``runs/NAME``, after the program.
         step: the number of the step, 0 or more.
         values: numbers, or tensors of one element, by name. What is not finite becomes ``null``. Of
-            a ``DTensor``, such as the norm that torch's ``clip_grad_norm_`` returns, all ranks take
-            the ``full_tensor()`` first: a rank alone has only its own part of it.
+            a ``DTensor`` that is still to be reduced, such as ``p.norm()``, all ranks take the
+            ``full_tensor()`` first: a rank alone has only its own part of it.
 
     Raises:
         TypeError: a value is no number.
