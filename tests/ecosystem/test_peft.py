@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import checkpoint
-from tests.ecosystem.llama import assert_equal, full, tiny_llama, tokens, train
+from tests.ecosystem.llama import assert_equal, full, loss_of, tiny_llama, tokens, train
 from tests.worlds import on_processes
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
@@ -108,3 +108,56 @@ def test_adapters_train_on_a_frozen_base(rank: int, world_size: int, tmp_path: P
     plain = _adapted(seed=3)
     set_peft_model_state_dict(plain, adapter)
     assert_equal(plain, twin)
+
+
+def _methods() -> dict[str, Any]:
+    """Methods that read a layer's weight apart from its forward, share tensors, or add tokens."""
+    import peft
+
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    layers = {**task, "target_modules": ["q_proj", "v_proj"]}
+    return {
+        "DoRA": peft.LoraConfig(r=2, use_dora=True, **layers),
+        "modules to save": peft.LoraConfig(r=2, modules_to_save=["lm_head"], **layers),
+        "trainable tokens": peft.LoraConfig(
+            r=2, trainable_token_indices={"embed_tokens": [1, 5]}, **layers
+        ),
+        "a parameter": peft.LoraConfig(
+            r=2, target_modules=[], target_parameters=["q_proj.weight"], **task
+        ),
+        "VeRA": peft.VeraConfig(r=4, **layers),
+        "OFT": peft.OFTConfig(r=2, oft_block_size=0, **layers),
+        "LoKr": peft.LoKrConfig(r=2, **layers),
+        "IA3": peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[], **task),
+        "prefix": peft.PrefixTuningConfig(num_virtual_tokens=3, **task),
+    }
+
+
+@on_processes(2)
+def test_gradients_of_every_method_are_those_of_one_process(rank: int, world_size: int) -> None:
+    from peft import get_peft_model
+
+    for name, config in _methods().items():
+        models = []
+        for _ in range(2):
+            base = tiny_llama(tied=name == "trainable tokens")
+            torch.manual_seed(1)
+            model: Any = get_peft_model(base, config)
+            for number, param in enumerate(p for p in model.parameters() if p.requires_grad):
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(number))
+                param.data.add_(0.05 * noise)  # adapters begin where some gradients are zero
+            models.append(model)
+        sharded, alone = models
+        for layer in sharded.base_model.model.model.layers if name != "prefix" else ():
+            shardwise.fully_shard(layer)
+        shardwise.fully_shard(sharded)
+        loss_of(sharded, tokens(world_size, 0)[rank]).backward()
+        (sum(loss_of(alone, batch) for batch in tokens(world_size, 0)) / world_size).backward()
+        for (param_name, param), twin in zip(
+            sharded.named_parameters(), alone.parameters(), strict=True
+        ):
+            assert (param.grad is None) == (twin.grad is None), f"{name}: {param_name}"
+            if param.grad is not None and twin.grad is not None:
+                torch.testing.assert_close(
+                    full(param.grad), twin.grad, rtol=1e-4, atol=1e-6, msg=f"{name}: {param_name}"
+                )
