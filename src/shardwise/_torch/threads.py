@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
-from torch.utils import _pytree as pytree
 
 #: The name of a backend by which torch knows that meshes of several ranks are in one process.
 _THREADED = "threaded"
@@ -148,8 +147,3 @@ def forget_meshes() -> None:
     for forget in forgets:
         if forget is not None:
             forget()
-
-
-def leaves_of(value: object) -> list[Any]:
-    """Return what is in lists, tuples, dicts and other containers that torch knows."""
-    return pytree.tree_leaves(value)

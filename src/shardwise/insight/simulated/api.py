@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor, threads
+from shardwise._torch import dtensor, operations
 from shardwise.base import observe
 from shardwise.base.errors import ShardwiseError
 from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Schedule
@@ -287,7 +287,7 @@ def _compare(first: SimulatedRanks, ranks: SimulatedRanks, order: FixedOrder) ->
 def _bits(value: Any) -> list[object]:
     """Return what can be compared of a value."""
     found: list[object] = []
-    for leaf in threads.leaves_of(value):
+    for leaf in operations.leaves(value):
         if isinstance(leaf, nn.Module):
             found += _bits(dict(leaf.state_dict()))
         elif isinstance(leaf, torch.Tensor):
