@@ -29,3 +29,8 @@ assert passes == (rank == 0)
 assert not torch.equal(one, two)
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   rank 1: assert_close fails, equal is False
+#   rank 0: assert_close passes, equal is False

@@ -1,17 +1,13 @@
 #!/usr/bin/env bash
-# Assigning to `.data` of a parameter that is a DTensor changes nothing, and says nothing.
+# DTensor: assigning to `.data` of a sharded parameter changes nothing, and says nothing.
 #
-# Guess before the run: it assigns, as for any tensor, or raises. `p.data = ...` is how programs have written to parameters
-# for years, and `nn.utils.vector_to_parameters` does it too.
-# Seen with torch 2.13.0: shape and placements pass the check, the wrapper takes the new metadata, and the values stay with
-# the old local tensor: p is unchanged on every rank. `p.copy_(2 * p)` works.
-# Exits 0 while it is so. With PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, the smaller build for CPUs is used.
-set -euo pipefail
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.4
-cat > "$folder/program.py" <<'PROGRAM'
+# Guess: it assigns, as for any tensor, or raises. Programs have written to parameters like this for years, and
+# nn.utils.vector_to_parameters does.
+# Found (torch 2.13.0): shapes and placements pass the check, the wrapper takes the new metadata, and the values stay
+# with the old local tensor, so p is unchanged on every rank. `p.copy_(2 * p)` works.
+source "$(dirname "$0")/environment.sh"
+packages torch==2.13.0 numpy==2.4.6
+ranks 2 <<'PROGRAM'
 import warnings
 
 import torch
@@ -41,7 +37,6 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 assert (assigned, from_vector, copied) == (1, 1, 2), "this has changed"
 PROGRAM
-OMP_NUM_THREADS=1 "$folder/venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 "$folder/program.py"
 # Output:
 #   torch 2.13.0+cpu
 #   after p.data = 2 * p.data            p is 1 times what it was

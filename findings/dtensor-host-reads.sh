@@ -27,3 +27,8 @@ has_nan = bool(distribute_tensor(with_nan, mesh, [Shard(0)]).isnan().any())
 assert has_nan == (rank == 0), has_nan
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   rank 0: float(norm) = 5.4772, norm.full_tensor() = 14.2829
+#   rank 1: float(norm) = 13.1909, norm.full_tensor() = 14.2829

@@ -28,3 +28,7 @@ with torch.no_grad():
 assert not embedding.weight.full_tensor().any()
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   padding row after reset_parameters(): [-0.37119147181510925, -0.09534525126218796]

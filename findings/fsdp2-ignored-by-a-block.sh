@@ -29,3 +29,8 @@ assert type(norm.weight.data) is torch.Tensor
 assert not torch.allclose(*gradients), gradients
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   rank 0: Tensor, gradient [0.058333273977041245, -0.006241311319172382, 0.027815373614430428, 0.02201385423541069]
+#   rank 1: Tensor, gradient [0.11976554989814758, 0.06534220278263092, 0.0002786176046356559, 0.035033077001571655]

@@ -26,3 +26,7 @@ assert found[0] != found[0], found
 assert found[1:] == [1.0, 1.0, 1.0, 5.0], found
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   largest of (NaN, 1, 1), (1, NaN, 1), (1, 1, NaN), (1, NaN, 5), (1, 5, NaN): [nan, 1.0, 1.0, 1.0, 5.0]

@@ -31,3 +31,7 @@ if rank == 1:
     print("all_reduce(table[:, 0]):", table.tolist(), "in place of [[0, 1], [4, 3], [8, 5]]")
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   all_reduce(table[:, 0]): [[0.0, 2.0], [4.0, 3.0], [4.0, 5.0]] in place of [[0, 1], [4, 3], [8, 5]]

@@ -35,3 +35,10 @@ assert type(adapter.data) is torch.Tensor
 assert not torch.equal(*values), values
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   peft 0.21.2
+#   transformers 5.23.0
+#   accelerate 1.15.0
+#   base_model.model.0.lora_B.default.weight of rank 0 and 1 after one step: [-9.409509220859036e-05, -0.003924363758414984, 0.0001860838383436203] [0.00014800559438299388, 0.00017922325059771538, 0.0]

@@ -56,3 +56,12 @@ assert trained == (0.0, "DistributedDataParallel"), trained
 assert evaluated[0] > 1e-4 and evaluated[1] == "Model", evaluated
 dist.destroy_process_group()
 PROGRAM
+# Output:
+#   torch 2.13.0+cpu
+#   numpy 2.4.6
+#   transformers 5.23.0
+#   accelerate 1.15.0
+#   {'train_runtime': '0.0652', 'train_samples_per_second': '122.7', 'train_steps_per_second': '30.68', 'train_loss': '9.828', 'epoch': '0.5'}
+#   {'eval_loss': '8.391', 'eval_model_preparation_time': '0.0002', 'eval_runtime': '0.0144', 'eval_samples_per_second': '1112', 'eval_steps_per_second': '69.51', 'epoch': 0}
+#   {'train_runtime': '0.0061', 'train_samples_per_second': '1322', 'train_steps_per_second': '330.5', 'train_loss': '9.658', 'epoch': '0.5'}
+#   weights of the two ranks differ by, and the model is a: (0.0, 'DistributedDataParallel') with evaluate() first: (0.13457608222961426, 'Model')
