@@ -354,7 +354,6 @@ def test_a_folder_is_not_saved_to_again_with_fewer_ranks(ranks: Ranks, tmp_path:
 
 
 def test_no_door_of_ours_calls_the_functions_that_lose_something() -> None:
-    """A model's getter, and its setter with all keys: neither is in the table."""
     found = {
         node.id
         for file in Path(shardwise.__file__).parent.rglob("*.py")
@@ -362,7 +361,7 @@ def test_no_door_of_ours_calls_the_functions_that_lose_something() -> None:
         if isinstance(node, ast.Name) and node.id.endswith("state_dict")
     }
     torchs = {f"{verb}_{what}" for verb in ("get", "set") for what in _TORCHS}
-    assert found & torchs == {"get_model_state_dict", "set_model_state_dict"}
+    assert not found & torchs
 
 
 _TORCHS = ("state_dict", "model_state_dict", "optimizer_state_dict")

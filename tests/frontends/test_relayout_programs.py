@@ -530,11 +530,11 @@ def test_into_another_model_on_fewer_ranks(rank: int, world_size: int) -> None:
         with torch.device("meta"):
             model = sharded(mesh)
         target = (model, torch.optim.AdamW(model.parameters()))
-    extra = checkpoint.transfer((source, optimizer), target, {"rank": rank})
+    extra = checkpoint.transfer((source, optimizer), target, {"step": 3})
     assert not optimizer.state
     assert all(param.is_meta for param in source.parameters())
     if target is not None:
-        assert extra == {"rank": 0}
+        assert extra == {"step": 3}
         assert_same(whole(*target), before)
         steps(*target)
 
@@ -559,7 +559,7 @@ def test_another_model_is_refused_before_anything_moves(rank: int, world_size: i
     source, other, same = sharded(mesh_of(2)), sharded(mesh_of(2), hidden=9), sharded(mesh_of(2))
     optimizer = torch.optim.AdamW(source.parameters())
     steps(source, optimizer)
-    with pytest.raises(CheckpointError, match=r"found shape \[7, 8\], expected \[9, 8\]"):
+    with pytest.raises(CheckpointError, match=r"1.0.bias: found shape \[7\], expected \[9\]"):
         checkpoint.transfer((source, optimizer), (other, None))
     with pytest.raises(CheckpointError, match="found no param_groups"):
         checkpoint.transfer((source, None), (same, torch.optim.AdamW(same.parameters())))

@@ -549,12 +549,11 @@ class PostForwardShards:
                 )
                 assert param.full is not None
                 param.follow_requires_grad(param.full)
-                kept = dtensor.make_parameter(
-                    shard, spec, requires_grad=param.sharded.requires_grad
-                )
+                kept = dtensor.make_parameter(shard, spec, requires_grad=True)
                 attributes.share(kept, param.form.attributes)
                 hand_on = functools.partial(_hand_on_grad, param)
                 kept.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+                kept.requires_grad_(param.sharded.requires_grad)  # it may be thawed meanwhile
                 param.register(kept)
                 self._registered[param] = kept, autograd.version_with_local(kept)
                 self._shards[param] = shard.view(-1)

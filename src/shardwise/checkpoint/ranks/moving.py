@@ -117,13 +117,14 @@ class Departure:
     @property
     def held_beside(self) -> RankState:
         """What is in ``extra``, for comparing it between ranks."""
-        names = {o.path: name for name, o in self.origins.items() if o.path[0] == "extra"}
         digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
-            (path, ()): digest_of(self._state.tensors[name]) for path, name in names.items()
+            (entry.path, ()): digest_of(part)
+            for name, entry in self._entries.items()
+            if entry.section == "extra"
+            for part in self._parts[name].values()  # one: they are not cut
         }
-        return RankState(
-            [*names], [each for each in self.values if each.path[0] == "extra"], digests
-        )
+        values = [each for each in self.values if each.path[0] == "extra"]
+        return RankState([path for path, _ in digests], values, digests)
 
     @property
     def origins(self) -> dict[str, Origin]:
