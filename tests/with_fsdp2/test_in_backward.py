@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -184,3 +184,67 @@ def _interrupted(rank: int, world_size: int) -> None:
 
 def test_an_exception_leaves_no_half_step_unnoticed() -> None:
     run_ranks(_interrupted, 2)
+
+
+class _Again(torch.nn.Module):
+    """Modules that run twice in one forward, as the program says."""
+
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        self.program = program
+        self.a, self.b, self.c = (torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.program(self, x)
+        return out
+
+
+def _siamese(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net.b(net.a(x).relu()) * net.b(net.a(x.flip(0)).relu())  # type: ignore[no-any-return]
+
+
+def _looped(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for each in (net.a, net.b, net.a, net.b, net.b):
+        x = each(x).relu()
+    return x
+
+
+def _recomputed(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for each in (net.a, net.b, net.c, net.b):
+        x = checkpoint(each, x, use_reentrant=False)  # type: ignore[assignment]
+    return x
+
+
+def _apart(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Inputs need no gradient, so that torch reduces at the end of backward."""
+    return net.a(x) + net.b(x).sin() + net.c(x)  # type: ignore[no-any-return]
+
+
+def _again(rank: int, world_size: int) -> None:
+    for program in (_siamese, _looped, _recomputed, _apart):
+        for has_root in (True, False):
+            torch.manual_seed(0)
+            nets: list[Any] = [_Again(program)]
+            nets.append(copy.deepcopy(nets[0]))
+            for net in nets:
+                for each in (*net.children(), *[net] * has_root):
+                    fully_shard(each)
+            optimizer, its = in_backward(nets[0], ADAMW), ADAMW(nets[1].parameters())
+            for step in range(2):
+                for net in nets:
+                    pending = [_loss(net, rank, number) for number in range(2)]
+                    for ends in (False, True):  # forwards run before both backwards, or between
+                        loss = pending[ends] if step else _loss(net, rank, 2 + ends)
+                        for each in net.modules():
+                            if isinstance(each, FSDPModule):
+                                each.set_requires_gradient_sync(ends, recurse=False)
+                        loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                its.step()
+                its.zero_grad()
+                _same(*nets)
+
+
+def test_modules_run_twice_while_gradients_accumulate() -> None:
+    """Torch reduces what earlier backwards have left before all uses have added to it."""
+    run_ranks(_again, 2)

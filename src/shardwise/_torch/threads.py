@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+T = TypeVar("T")
 
 #: The name of a backend by which torch knows that meshes of several ranks are in one process.
 _THREADED = "threaded"
@@ -38,36 +38,58 @@ class _WorldOfThread(threading.local):
 
 #: The groups of all threads, for as long as the process lives: worlds come back.
 _worlds_of_threads: Any = _WorldOfThread()
-#: Held by the block that uses them: what it changes in torch is there once.
-_in_use = threading.Lock()
+#: Who uses them: what it changes in torch is there once.
+_in_use: dict[str, object] = {}
+#: What was there before: an object, the name of an attribute, and its value.
+_before: list[tuple[Any, str, Any]] = []
 
 
-@contextmanager
-def worlds_of_threads(
+def call_with_worlds_of_threads(
+    function: Callable[[], T],
     create: Callable[[int, Sequence[int], str], dist.ProcessGroup],
     number: Callable[[], int],
     kinds: Sequence[str],
-) -> Iterator[None]:
-    """Let every thread have process groups of its own, until the end of the block.
+) -> T:
+    """Let every thread have process groups of its own, as long as a function runs.
 
     Whatever backend a program asks for, it gets groups that ``create`` makes.
 
     Args:
+        function: called at once.
         create: makes a process group of a rank in it, its members, and its name.
         number: returns a number of the calling thread that none before it had. Torch caches by mesh
             what depends on the rank, and knows meshes of several ranks apart by these numbers.
         kinds: the types of devices that there are.
 
+    Returns:
+        What the function returned.
+
     Raises:
-        RuntimeError: another thread is in such a block.
+        RuntimeError: another thread is in such a call.
     """
-    if not _in_use.acquire(blocking=False):
-        raise RuntimeError(
-            f"thread {threading.current_thread().name!r} cannot run simulated ranks while this "
-            "process runs others: wait until they have ended, or simulate in a process of its own"
-        )
+    mine = object()
+    try:
+        try:
+            if _in_use.setdefault("by", mine) is not mine:
+                raise RuntimeError(
+                    f"thread {threading.current_thread().name!r} cannot run simulated ranks while "
+                    "this process runs others: wait until they have ended, or simulate in a "
+                    "process of its own"
+                )
+            _separate(create, number, kinds)
+            return function()
+        finally:
+            _restore(mine)
+    finally:
+        _restore(mine)  # Ctrl-C may have ended the first attempt
+
+
+def _separate(
+    create: Callable[[int, Sequence[int], str], dist.ProcessGroup],
+    number: Callable[[], int],
+    kinds: Sequence[str],
+) -> None:
     c10d_module: Any = dist.distributed_c10d
-    bindings: Any = torch._C._distributed_c10d
     new_group = c10d_module._new_process_group_helper
 
     def in_threads(
@@ -96,25 +118,36 @@ def worlds_of_threads(
     guard = "_ensureCUDADeviceGuardSet"
     if len(kinds) == 1:
         getattr(torch._C, guard)()
-    hook = sys.excepthook  # every process group that is made wraps it once more
+    _replace(sys, "excepthook", sys.excepthook)  # every process group that is made wraps it again
+    _replace(c10d_module, "_world", _worlds_of_threads)
+    _replace(c10d_module, "_new_process_group_helper", in_threads)
+    _replace(dist, "init_process_group", init)
+    _replace(torch._C, guard, lambda: None)
+    _replace(device_mesh, "threading", SimpleNamespace(get_ident=number))
+    bindings: Any = torch._C._distributed_c10d
     bindings._set_thread_isolation_mode(True)
-    try:
-        with (
-            patch.object(c10d_module, "_world", _worlds_of_threads),
-            patch.object(c10d_module, "_new_process_group_helper", in_threads),
-            patch.object(dist, "init_process_group", init),
-            patch.object(torch._C, guard, lambda: None),
-            patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),
-        ):
-            yield
-    finally:
-        bindings._set_thread_isolation_mode(False)
-        sys.excepthook = hook
-        _in_use.release()
+
+
+def _replace(home: Any, name: str, value: object) -> None:
+    _before.append((home, name, getattr(home, name)))
+    setattr(home, name, value)
+
+
+def _restore(mine: object) -> None:
+    """Restore what was there before, unless another thread uses it."""
+    if _in_use.get("by") is not mine:
+        return
+    bindings: Any = torch._C._distributed_c10d
+    bindings._set_thread_isolation_mode(False)
+    while _before:
+        home, name, value = _before[-1]
+        setattr(home, name, value)
+        _before.pop()
+    _in_use.clear()
 
 
 def join_world_of_threads(rank: int, world_size: int) -> None:
-    """Make the calling thread a rank, in a block of :func:`worlds_of_threads`."""
+    """Make the calling thread a rank, inside of :func:`call_with_worlds_of_threads`."""
     c10d_module: Any = dist.distributed_c10d
     store = dist.HashStore()  # type: ignore[attr-defined]
     c10d_module.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)

@@ -131,12 +131,16 @@ def observing(observer: Observer) -> Iterator[None]:
     """
     global _observer
     check_unobserved()
-    _observer = observer
     try:
-        yield
+        try:
+            _observer = observer
+            yield
+        finally:
+            _observer = _bystander
+            _forget(observer)
     finally:
-        _observer = _bystander
-        _forget(observer)
+        if _observer is observer:  # Ctrl-C has ended the first attempt
+            _observer = _bystander
 
 
 @contextlib.contextmanager
@@ -146,12 +150,16 @@ def standing_by(observer: Observer) -> Iterator[None]:
     if _observer is not None:
         yield
         return
-    _bystander = _observer = observer
     try:
-        yield
+        try:
+            _bystander = _observer = observer
+            yield
+        finally:
+            _bystander = _observer = None
+            _forget(observer)
     finally:
-        _bystander = _observer = None
-        _forget(observer)
+        if _bystander is observer:  # Ctrl-C has ended the first attempt
+            _bystander = _observer = None
 
 
 def watchers() -> tuple[Observer | None, Observer | None]:

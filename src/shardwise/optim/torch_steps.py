@@ -2,6 +2,7 @@
 
 Torch calls the hooks of ``register_post_accumulate_grad_hook`` when a gradient has been reduced. A
 group steps once the next one is reduced, or backward ends: by then all of its gradients are there.
+If backward has yet to reach another use of the group, it steps at the end.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class TorchStepGroup:
         self._backward = backward
         self._stepper: Stepper | None = None
         self._handles: list[RemovableHandle] = []
+        self._uses: set[object] = set()  # that backward has not reached
 
     @property
     def stepper(self) -> Stepper | None:
@@ -99,17 +101,20 @@ class TorchStepGroup:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if autograd.in_backward():  # activation checkpointing runs it again
             return
+        use = object()
         for tensor in every_tensor_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._begin, self._steps))  # type: ignore[no-untyped-call]
+                self._uses.add(use)
+                tensor.register_hook(functools.partial(self._begin, use, self._steps))  # type: ignore[no-untyped-call]
 
     @property
     def _steps(self) -> list[int]:
         return [param.steps_in_backward for param in self.params]
 
-    def _begin(self, steps: list[int], grad: torch.Tensor) -> None:
+    def _begin(self, use: object, steps: list[int], grad: torch.Tensor) -> None:
         if self._stepper is None:
             return
+        self._uses.discard(use)
         if steps != self._steps:
             raise RuntimeError(
                 f"{self.label.name} on rank {dist.get_rank()}: found a backward of a forward from "
@@ -120,7 +125,18 @@ class TorchStepGroup:
 
     def _reduced(self, param: TorchParam, _: torch.Tensor) -> None:
         if self._stepper is not None and self._group.completes:
-            self._backward.add(self, param)
+            self._backward.add(self)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether backward has yet to reach a use: torch reduces what was accumulated before."""
+        return bool(self._uses)
+
+    def step(self) -> None:
+        """Step with all gradients; a backward through another use since is refused."""
+        self._uses.clear()
+        if self._stepper is not None:
+            self._stepper.step(self.label.name, self.params)
 
 
 class _Backward:
@@ -133,36 +149,43 @@ class _Backward:
     def __init__(self) -> None:
         self.first: TorchStepGroup | None = None
         self._group: TorchStepGroup | None = None
-        self._reduced: list[TorchParam] = []
+        self._left: dict[TorchStepGroup, None] = {}  # to step at the end
         self._runs = False
 
     def begin(self, stepper: Stepper) -> None:
         """Note that backward has reached a group."""
         if not self._runs:
             self._runs = True
-            autograd.queue_after_backward(functools.partial(self._end, stepper))
+            # Modules without a common root reduce what is left in calls of their own, which torch
+            # queues when backward reaches them: come after all of these.
+            queue = autograd.queue_after_backward
+            queue(functools.partial(queue, functools.partial(self._end, stepper)))
 
-    def add(self, group: TorchStepGroup, param: TorchParam) -> None:
-        """Note that the gradient of a parameter is reduced; step with the group before it."""
+    def add(self, group: TorchStepGroup) -> None:
+        """Note that a gradient of a group is reduced; step with the group before it."""
         if group is not self._group:
             self._step()
+        if group.runs_again:
+            self._left[group] = None
+        elif group not in self._left:
             self._group = group
-        self._reduced.append(param)
 
     def drop(self, stepper: Stepper) -> None:
         """Forget a backward that an exception has ended."""
         if self._runs:
             stepper.interrupt()
-        self._group, self._reduced, self._runs = None, [], False
+        self._group, self._runs = None, False
+        self._left.clear()
 
     def _step(self) -> None:
         group, self._group = self._group, None
-        reduced, self._reduced = self._reduced, []
-        if group is not None and group.stepper is not None:
-            group.stepper.step(group.label.name, reduced)
+        if group is not None:
+            group.step()
 
     def _end(self, stepper: Stepper) -> None:
         self._step()
+        while self._left:
+            self._left.popitem()[0].step()
         self._runs = False
         stepper.finish()
 

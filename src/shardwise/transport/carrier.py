@@ -170,11 +170,16 @@ def carrier() -> Carrier:
 def carried_by(other: Carrier) -> Iterator[None]:
     """Make all transports of this process on another carrier until the end of the block."""
     global _current
-    before, _current = _current, other
+    before = _current
     try:
-        yield
+        try:
+            _current = other
+            yield
+        finally:
+            _current = before
     finally:
-        _current = before
+        if _current is other:  # Ctrl-C has ended the first attempt
+            _current = before
 
 
 # -- who is on which host --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch import nn
 from shardwise.base import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.commit import delete
+from shardwise.checkpoint.disk.commit import DELETED, delete, remove
 from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.files import LockedFile, read_small, write_new
 from shardwise.checkpoint.disk.pieces import narrow
@@ -132,6 +132,7 @@ class FolderVersions:
     def _begin(self) -> tuple[int, str]:
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = LockedFile(self._root / "publisher.lock", self._doing)
+        _remove_left(self._root)
         return max(_numbers(self._root), default=0), secrets.token_hex(8)
 
     def update(self) -> None:
@@ -200,8 +201,15 @@ class FolderVersions:
             for number in _numbers(self._root):
                 if number < last:
                     delete(version_folder(self._root, number))
+            _remove_left(self._root)
 
         self._ranks.first(self._doing, delete_older)
+
+
+def _remove_left(root: Path) -> None:
+    """Remove what is left of versions whose deletion was interrupted."""
+    for path in root.glob(DELETED.format("*")):
+        remove(path)
 
 
 #: Keys of changes in a checkpoint: what they are changes to; how far each changed element is, in

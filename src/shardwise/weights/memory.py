@@ -168,6 +168,7 @@ class MemoryVersions:
             def prepare(contents: hf.Contents) -> tuple[_Pointer, int]:
                 header, _ = lay_out(contents.infos, PT_METADATA)
                 nbytes = len(header) + sum(info.nbytes for info in contents.infos.values())
+                self._settle()
                 descriptor = self._locked_file()
                 locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
                 _resize(descriptor, nbytes)
@@ -197,9 +198,11 @@ class MemoryVersions:
                 # It says nothing any more after a crash of the system: no need to sync it.
                 beside = self._name.pointer.with_suffix(".next")
                 beside.write_bytes(plain.written(pointer))
+                # All have written. A reader looks at the pointer once it has locked the file, and
+                # whatever happens behind the next line must not leave it locked.
+                fcntl.flock(pointer.descriptor, fcntl.LOCK_UN)
                 beside.replace(self._name.pointer)
-                self._files.remove(pointer.descriptor)
-                self._files.append(pointer.descriptor)
+                self._settle()
 
             written = hf.write_rows(contents, self._ranks, write)
             self._ranks.first(self._doing, show, after=written)
@@ -211,6 +214,15 @@ class MemoryVersions:
         self._close()
         if self._lock is not None:
             self._lock.close()
+
+    def _settle(self) -> None:
+        """Go on from the pointer: an exception may have come just after it was moved."""
+        newest = None
+        with contextlib.suppress(CheckpointError):  # of another release
+            newest = self._name.read()
+        if newest is not None and newest.version.origin == self._origin:
+            self.version = newest.version.number
+            self._files.sort(key=lambda each: each == newest.descriptor)  # the newest comes last
 
     def _contents(self) -> hf.Contents:
         contents = self._saved.contents()
@@ -234,10 +246,11 @@ class MemoryVersions:
             os.fchmod(descriptor, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return descriptor
-        readers = _lockers({os.fstat(each).st_ino for each in self._files})
+        readers = _readers({os.fstat(each).st_ino for each in self._files})
         raise CheckpointError(
             f"found readers of every version but the newest ({', '.join(readers) or 'unknown'}), "
-            "expected memory for one that nobody reads; let them drop their tensors, or publish "
+            "expected memory for one that nobody reads; let them drop their tensors (a process "
+            "that a reader has forked has them, too, until it drops them or ends), or publish "
             f"with more than buffers={self._most}"
         )
 
@@ -271,14 +284,20 @@ def _resize(descriptor: int, nbytes: int) -> None:
             raise
 
 
-def _lockers(inodes: set[int]) -> list[str]:
-    """The processes that hold shared locks of files, as text."""
+def _readers(inodes: set[int]) -> list[str]:
+    """The processes that have mapped versions to read them, as text.
+
+    ``/proc/locks`` would name who has locked them, and not a child that was forked since: it has
+    the same lock, and keeps it.
+    """
     found = set()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, access, process, file, *_ = line.replace("-> ", "").split()
-            if (kind, access) == ("FLOCK", "READ") and int(file.rpartition(":")[2]) in inodes:
-                found.add(int(process))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for line in maps.read_text(errors="replace").splitlines():
+                _, access, _, _, inode, *path = line.split(maxsplit=5)
+                is_ours = bool(path) and path[0].startswith("/memfd:weights ")
+                if is_ours and access.endswith("p") and int(inode) in inodes:
+                    found.add(int(maps.parent.name))
     return [f"process {process}{_command(process)}" for process in sorted(found)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,8 @@ class Publication(Closing):
         self._versions = versions
         self._process = os.getpid()
         self._is_closed = False
+        self._turn = threading.Lock()
+        self._thread: int | None = None  # that has the turn, or has had it
 
     @property
     def version(self) -> int:
@@ -110,7 +113,8 @@ class Publication(Closing):
     def update(self) -> int:
         """Publish the weights as they are now. Every rank calls this, between steps.
 
-        Readers see the new version once it is complete, or the one before.
+        Readers see the new version once it is complete, or the one before. Threads of a process
+        update one after the other.
 
         Returns:
             The number of the version.
@@ -120,22 +124,40 @@ class Publication(Closing):
                 message names them. Or a checkpoint that was being saved failed. Raised on all ranks
                 alike; the version before is still there, and a later update may succeed.
             ValueError: it is closed, or of a process that this one was forked from.
+            RuntimeError: this thread is updating it, as where a signal handler updates.
         """
-        if self._is_closed:
-            raise ValueError("publication: found it closed, expected an open one; publish again")
         if self._process != os.getpid():
             raise ValueError(
                 f"publication: found it in process {os.getpid()}, expected process {self._process},"
                 " which was forked; update there, or publish under another name"
             )
-        wait_for_save()  # which uses the same process group
-        # Copies are kept for the next update, whatever mode and default device that has.
-        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-            self._versions.update()
-        return self.version
+        self._check_turn()
+        with self._turn:  # other threads wait
+            self._thread = threading.get_ident()
+            if self._is_closed:
+                raise ValueError(
+                    "publication: found it closed, expected an open one; publish again"
+                )
+            wait_for_save()  # which uses the same process group
+            # Copies are kept for the next update, whatever mode and default device that has.
+            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+                self._versions.update()
+            return self.version
 
     def close(self) -> None:
         """Publish no more. Versions in memory vanish once nobody reads them, folders stay."""
-        if not self._is_closed:
+        if self._process != os.getpid():  # where no thread is updating
+            self._turn = threading.Lock()
+        self._check_turn()
+        with self._turn:
+            self._thread = threading.get_ident()
+            self._versions.close()  # which may be interrupted, and called again
             self._is_closed = True
-            self._versions.close()
+
+    def _check_turn(self) -> None:
+        """Check that this thread does not wait for itself."""
+        if self._turn.locked() and self._thread == threading.get_ident():
+            raise RuntimeError(
+                "publication: found this thread updating it already, expected one update after the "
+                "other; let a signal handler set a flag, and update between steps"
+            )

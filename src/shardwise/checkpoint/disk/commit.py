@@ -34,13 +34,15 @@ from pathlib import Path
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import Manifest
-from shardwise.checkpoint.disk.files import sync
+from shardwise.checkpoint.disk.files import LockHandle, sync
 from shardwise.checkpoint.disk.manifest import read_manifest
 
 #: A path, as text or as an object.
 StrPath = str | os.PathLike[str]
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+#: The name of a folder that is being deleted.
+DELETED = ".deleted-{}.partial"
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.partial", re.ASCII | re.DOTALL)
 _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
 _LOOKS = 50  # attempts at a folder from which a run deletes what is being looked at
@@ -232,6 +234,8 @@ class Commit:
                     "saving to the same path?"
                 ) from None
             self._handle = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # Closed with this object, too: Ctrl-C may come before anybody else has it.
+            self._lock = LockHandle(self._handle)
             _try_lock(self._handle)
 
     def publish(self) -> None:
@@ -250,13 +254,13 @@ class Commit:
                 )
             self.partial.rename(self.folder)
         sync(self.folder.parent)
-        os.close(self._handle)
+        self._lock.close()
 
     def abandon(self) -> None:
         """Delete what was written, so that a full disk has room again."""
         shutil.rmtree(self.partial, ignore_errors=True)
         with contextlib.suppress(OSError):
-            os.close(self._handle)
+            self._lock.close()
 
 
 def partial_of(path: Path) -> Path:
@@ -466,7 +470,7 @@ def _is_ours(partial: Path) -> bool:
 
 def _rename_away(folder: Path) -> Path:
     """Rename a folder that is to be deleted, so that its name is free at once."""
-    doomed = folder.with_name(f".deleted-{secrets.token_hex(4)}.partial")
+    doomed = folder.with_name(DELETED.format(secrets.token_hex(4)))
     folder.rename(doomed)
     return doomed
 

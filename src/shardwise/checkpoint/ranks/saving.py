@@ -172,6 +172,9 @@ class Handle:
         self._error: BaseException | None = None
         self._reported = False
         self._thread = threading.Thread(target=self._run, name=f"saving {path.name}")
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def done(self) -> bool:
@@ -195,7 +198,8 @@ class Handle:
             CheckpointError: it could not be saved.
             TimeoutError: it is not done yet.
         """
-        self._thread.join(timeout)
+        if self._thread.ident is not None:  # else Ctrl-C came before it was started
+            self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"saving {self.path}: not done after {timeout} s")
         if self._error is not None:
@@ -209,9 +213,14 @@ class Handle:
         Raises:
             CheckpointError: it could not be saved.
         """
-        self._thread.join()
+        self.wait()
         if not self._reported:
             self.result()
+
+    def wait(self) -> None:
+        """Wait, if it has been started."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def mark_reported(self) -> None:
         """Do not raise the error again, because the caller reports it."""
@@ -397,8 +406,9 @@ _current: Handle | None = None
 def start_saving(work: Callable[[], None], path: Path) -> Handle:
     """Start to save in the background. Call :func:`wait_for_save` first."""
     global _current
-    _current = Handle(work, path)
-    return _current
+    handle = _current = Handle(work, path)
+    handle.start()  # once a next save waits for it, whatever happens here
+    return handle
 
 
 def wait_for_save() -> None:
@@ -408,8 +418,10 @@ def wait_for_save() -> None:
         CheckpointError: it failed, and that has not been reported yet.
     """
     global _current
-    before, _current = _current, None
+    before = _current
     if before is not None:
+        before.wait()  # Ctrl-C may end that, and the next save waits, too
+        _current = None
         before.join()
 
 

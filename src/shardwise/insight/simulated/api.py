@@ -269,8 +269,11 @@ def _run_once(
     args: Sequence[Any],
 ) -> SimulatedRanks:
     """Run in a world that ends with what is returned."""
-    ranks = Simulation(world_size, hosts=hosts, schedule=schedule).run(function, *args)
-    weakref.finalize(ranks, ranks.world.end)
+    with contextlib.ExitStack() as on_error:
+        world = on_error.enter_context(Simulation(world_size, hosts=hosts, schedule=schedule))
+        ranks = world.run(function, *args)
+        weakref.finalize(ranks, ranks.world.end)
+        on_error.pop_all()
     return ranks
 
 

@@ -55,13 +55,16 @@ class RankTurns:
         self._threads: list[threading.Thread] = []
         self._gates = [_closed() for _ in range(world_size)]
         self._cores: dict[int, set[int]] = {}
-        self._is_over = _closed()
+        self._process = os.getpid()
+        self._is_over = threading.Event()
+        self._calling = threading.Lock()  # held while a call begins or ends, or is interrupted
+        self._has_begun = False
+        self._called: int | None = None  # the rank that is in the function, and may be interrupted
         self._function: Callable[[int], Any] | None = None
         self._values: list[Any] = []
         self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
         self._waits: dict[int, _Wait] = {}  # of all ranks that neither run nor have ended
         self._stuck: dict[int, BaseException] = {}
-        self._running = 0
         self._here = threading.local()
 
     @property
@@ -89,8 +92,13 @@ class RankTurns:
 
         Raises:
             Exception: what a rank raised first, with a traceback that begins in the user's lines.
-            RuntimeError: the threads have ended.
+            RuntimeError: the threads have ended, or are those of another process.
         """
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"these {self.world_size} simulated ranks are threads of process {self._process}, "
+                f"which process {os.getpid()} was forked from: begin another simulation here"
+            )
         if self.has_ended:
             raise RuntimeError(
                 f"these {self.world_size} simulated ranks have ended, with the block of their "
@@ -106,34 +114,45 @@ class RankTurns:
             ]
             for thread in self._threads:
                 thread.start()
-        self._function = function
-        self._values = [None] * self.world_size
-        self._waits = dict.fromkeys(range(self.world_size), _READY)
         try:
-            self._wait_for_all(self._next(self.world_size - 1))
+            try:
+                self._values = [None] * self.world_size
+                self._waits = dict.fromkeys(range(self.world_size), _READY)
+                self._has_begun = False
+                self._is_over.clear()
+                self._function = function
+                self._wait_for_all(self._next(self.world_size - 1))
+                values, errors = self._values, self._errors
+            finally:
+                self._put_back(before)
         finally:
-            self._function = None
-            self._own.save()  # what a rank that was left in its function has changed, too
-            self._own.restore(before)
-            values, self._values = self._values, []
-            errors, self._errors = self._errors, {}
+            self._put_back(before)  # Ctrl-C may have ended the first attempt
         for error in errors.values():
             raise error.with_traceback(_of_user(error.__traceback__))
         return values
 
+    def _put_back(self, before: list[Any]) -> None:
+        """Put back what was there before a call."""
+        self._function = None
+        self._values, self._errors = [], {}
+        self._own.save()  # what a rank that was left in its function has changed, too
+        self._own.restore(before)
+
     def end(self) -> None:
-        """End the threads, unless they are in a function."""
+        """End the threads, unless they are in a function. It may be called again."""
         if self._function is not None:
             return
         self.has_ended = True
         self._saved = []
-        threads, self._threads = self._threads, []
         # One by one: threads that end together may wait for each other forever, as what torch keeps
         # of DTensors for each of them goes.
-        for gate, thread in zip(self._gates, threads, strict=False):
-            gate.release()
-            if thread is not threading.current_thread():  # which lets go of its own world
+        for gate, thread in zip(self._gates, self._threads, strict=False):
+            with contextlib.suppress(RuntimeError):  # open already: Ctrl-C came as the rank began
+                gate.release()
+            # One that was not started cannot be joined; a rank lets go of its own world.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(1)  # one that a second Ctrl-C has left may be in a long call
+        self._threads = []
 
     def wait_for(self, is_over: Callable[[], bool], doing: str) -> None:
         """Let other ranks run until ``is_over()``.
@@ -164,22 +183,35 @@ class RankTurns:
         self._here.rank = rank
         torch.set_num_threads(num_threads)  # a setting of each thread
         torch.autograd.set_multithreading_enabled(False)  # else hooks run in threads of autograd
-        while True:
-            self._sleep(rank)
-            if self._function is None:
-                return
+        while self._is_called(rank):
             try:
-                self._go_on(rank, self._saved[rank])
-                self._values[rank] = self._function(rank)
+                try:
+                    self._go_on(rank, self._saved[rank])
+                    assert self._function is not None
+                    self._values[rank] = self._function(rank)
+                finally:
+                    self._leave()
             except BaseException as error:
+                self._leave()  # an interrupt may have ended the first attempt
                 self._note_failure(rank, error)
             self._waits.pop(rank, None)  # an interrupt may come before it waits
             self._saved[rank] = self._own.save()
             after = self._next(rank)
             if after < 0:
-                self._is_over.release()
+                self._is_over.set()
             else:
                 self._wake(after)
+
+    def _is_called(self, rank: int) -> bool:
+        """Wait for the turn; whether there is a function to call."""
+        self._sleep(rank)
+        with self._calling:
+            self._has_begun = True
+            return self._function is not None
+
+    def _leave(self) -> None:
+        with self._calling:
+            self._called = None
 
     def _note_failure(self, rank: int, error: BaseException) -> None:
         """Keep an error; the first one says what the others are about to do."""
@@ -192,7 +224,9 @@ class RankTurns:
 
     def _pass_on(self, rank: int, wait: _Wait) -> None:
         """Let the next rank run, and return when the turn is this rank's again."""
-        self._waits[rank] = wait
+        with self._calling:
+            self._called = None  # from here on, an interrupt comes with the next turn
+            self._waits[rank] = wait
         after, saved = self._next(rank), None
         if after != rank:
             saved = self._own.save()
@@ -202,8 +236,9 @@ class RankTurns:
 
     def _go_on(self, rank: int, saved: Any) -> None:
         """Go on with what a rank has of its own, or with the error that is prepared for it."""
-        self._running = rank
-        del self._waits[rank]
+        with self._calling:
+            self._called = rank
+            del self._waits[rank]
         if saved is not None:
             self._own.restore(saved)
         if rank in self._stuck:
@@ -262,18 +297,26 @@ class RankTurns:
     def _wait_for_all(self, first: int) -> None:
         try:
             self._wake(first)
-            while not self._is_over.acquire(timeout=0.1):
+            while not self._is_over.wait(0.1):
                 pass  # a signal that another thread got wakes nobody
         except BaseException:  # Ctrl-C: the ranks get it, too, and a second one leaves them
-            idle = set(self._waits)
-            self._stuck |= {rank: KeyboardInterrupt() for rank in idle}
-            if self._running not in idle:
-                ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
+            if self._interrupt():
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._is_over.wait()
+            raise
+
+    def _interrupt(self) -> bool:
+        """Interrupt all ranks; whether any of them has been called."""
+        with self._calling:
+            if not self._has_begun:  # and none will
+                self._function = None
+                return False
+            self._stuck |= {rank: KeyboardInterrupt() for rank in self._waits}
+            if self._called is not None:
+                ident = ctypes.c_ulong(self._threads[self._called].ident or 0)
                 interrupt = ctypes.py_object(KeyboardInterrupt)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
-            with contextlib.suppress(KeyboardInterrupt):
-                self._is_over.acquire()
-            raise
+            return True
 
 
 def _of_user(found: TracebackType | None) -> TracebackType | None:

@@ -61,15 +61,16 @@ class SimulatedWorld(Carrier):
         """
         context = contextvars.copy_context()
         kinds = sorted({devices.CPU.type, devices.default_type()})
-        with (
-            threads.worlds_of_threads(self._create, self._number_of_rank, kinds),
-            carried_by(self),
-        ):
-            if not self._has_joined:
-                self._has_joined = True
-                self.turns.run(self._join)
-            self.turns.schedule = schedule
-            return self.turns.run(lambda rank: context.copy().run(function, rank))
+
+        def run() -> list[Any]:
+            with carried_by(self):
+                if not self._has_joined:
+                    self._has_joined = True
+                    self.turns.run(self._join)
+                self.turns.schedule = schedule
+                return self.turns.run(lambda rank: context.copy().run(function, rank))
+
+        return threads.call_with_worlds_of_threads(run, self._create, self._number_of_rank, kinds)
 
     def end(self) -> None:
         """End the threads, unless they are in a function."""
