@@ -103,6 +103,51 @@ def test_gradients_that_differ_are_found(tmp_path: Path) -> None:
     assert one[0].resumed == one[0].losses[2:]
 
 
+class NaNInParts(Net):
+    """On several ranks, the gradient of one bias is NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.head.bias
+        if bias.requires_grad and os.environ["WORLD_SIZE"] == "2":
+            bias.register_hook(lambda grad: grad * float("nan"))
+        return super().forward(x)
+
+
+def build_nan() -> nn.Module:
+    return NaNInParts()
+
+
+def test_a_gradient_that_is_nan_differs_by_nan(tmp_path: Path) -> None:
+    settings = Settings(mesh=WantedMesh.parse("dp=2"), batch=f"{_HERE}:batch", step=f"{_HERE}:loss")
+    trials = [
+        Trial(model=f"{_HERE}:build_nan", settings=settings, runtime=each, steps=4, folder=tmp_path)
+        for each in (None, Runtime.SHARDWISE)
+    ]
+    _, ours = (launch(proof.run, (each,), 2 if each.runtime else 1) for each in trials)
+    differences = ours[0].differences
+    assert [name for name, each in differences.items() if each != each] == ["head.bias"]
+
+    shown = {"first.weight": [1.0, 0.0], "head.bias": [0.0, differences["head.bias"]]}
+    made = Proof(model="net", ranks=2, steps=4, rows={}, differences=shown)
+    assert made.to_json()["differences"]["head.bias"] == [0.0, "nan"]
+    made.to_html(tmp_path / "proof.html")
+    page = (tmp_path / "proof.html").read_text()
+    assert page.index("head.bias") < page.index("first.weight"), "the worst first"
+
+
+def test_losses_of_nan_neither_agree_nor_are_resumed() -> None:
+    nan = float("nan")
+    found = {each: [_outcome(losses=[2.0, nan], resumed=[nan])] for each in (None, *Runtime)}
+    resumed = {each: [nan] for each in Runtime}
+    settings = Settings(mesh=WantedMesh.parse("dp=2"))
+    rows = dict(proof.compared(found, resumed, dict.fromkeys(Runtime, 120), settings))
+    assert [name for name, row in rows.items() if row[2].holds is Holds.NO] == [
+        "losses differ by at most",
+        "resumed from a checkpoint",
+        "resumed on one process, off by",
+    ]
+
+
 def _outcome(**changes: object) -> TrialOutcome:
     values = {"losses": [2.0, 1.0], "resumed": [1.0], "seconds": 0.1, "peak": 100}
     return TrialOutcome(**{**values, **changes})  # type: ignore[arg-type]
@@ -114,6 +159,7 @@ def _outcome(**changes: object) -> TrialOutcome:
         ({"losses": [2.0, 1.01], "resumed": [1.01]}, "losses differ by at most"),
         ({"differences": {"a": 0.0, "b": 2e-4}}, "gradients of step 1 differ by"),
         ({"differences": {"a": float("inf")}}, "gradients of step 1 differ by"),
+        ({"differences": {"a": 0.0, "b": float("nan")}}, "gradients of step 1 differ by"),
         ({"resumed": [1.0 + 1e-12]}, "resumed from a checkpoint"),
         ({"peak": 121}, "planned, with slack"),
     ],

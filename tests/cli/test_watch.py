@@ -33,6 +33,14 @@ def test_compare_prints_a_table_json_and_a_page(capsys: Capture, tmp_path: Path)
     assert '"name":"other"' in page.read_text()
 
 
+def test_compare_says_which_values_were_not_finite(capsys: Capture, tmp_path: Path) -> None:
+    one, other = (folders.make(tmp_path / name) for name in ("one", "other"))
+    with (one / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 201, "loss": null}\n')
+    assert call("compare", str(one), str(other)) == 0
+    assert "loss in 1 step from 201" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

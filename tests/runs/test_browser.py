@@ -85,6 +85,18 @@ def test_an_empty_chart_would_be_noticed(tab: chromium.Tab, tmp_path: Path) -> N
     assert tab.run(DRAWN)["lr"] < 100
 
 
+def test_nan_is_shown_and_is_never_the_best(tab: chromium.Tab, tmp_path: Path) -> None:
+    root = folders.make(tmp_path / "lm", steps=3)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "loss": None, "validation_loss": None}) + "\n")
+    tab.open(written(tmp_path, root))
+    assert tab.run("document.querySelector('.tile b').textContent") == "not finite"
+    problems = tab.run("document.getElementById('problems').innerText")
+    assert "NaN or infinite" in problems
+    assert "loss in 1 step, first in step 4" in problems
+    assert tab.errors() == []
+
+
 def test_what_a_run_says_stays_text(tab: chromium.Tab, tmp_path: Path) -> None:
     hostile = "</script><img src=x onerror=alert(1)><script>document.title='taken'</script>"
     session = folders.session(command=hostile, status="failed", error=hostile, mesh={hostile: 1})

@@ -51,7 +51,9 @@ def test_what_is_no_finite_number_is_a_gap() -> None:
     curves.add(2, {"loss": math.inf, "lr": 2.0})
     curves.add(3, {"loss": None, "lr": 3.0})
     curves.add(4, {"loss": 4.0})
-    values = curves.to_json()["values"]
+    found = curves.to_json()
+    values = found["values"]
+    assert found["not_finite"] == {"loss": [3, 1]}
     assert values["loss"]["mean"] == [None, None, None, 4.0]
     assert values["lr"]["mean"] == [1.0, 2.0, 3.0, None]
 

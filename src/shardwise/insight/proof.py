@@ -15,6 +15,7 @@ import contextlib
 import enum
 import functools
 import json
+import math
 import os
 import signal
 import statistics
@@ -38,6 +39,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import RankFailedError, RanksDivergedError
 from shardwise.base.html import document, escape
+from shardwise.base.ordering import nan_last
 from shardwise.base.units import binary_size, seconds
 from shardwise.checkpoint.ranks.loading import load
 from shardwise.checkpoint.ranks.saving import save
@@ -324,7 +326,7 @@ def _compare(trial: Trial, model: nn.Module) -> dict[str, float]:
         return {}
     expected = torch.load(path, mmap=True, weights_only=True)
     largest = {name: each.abs().max().item() for name, each in expected.items() if each.numel()}
-    least = _SMALLEST * max(largest.values(), default=0.0) or 1.0
+    least = _SMALLEST * max(filter(math.isfinite, largest.values()), default=0.0) or 1.0
     found = {}
     for name, grad in grads.items():
         full = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -332,7 +334,7 @@ def _compare(trial: Trial, model: nn.Module) -> dict[str, float]:
             found[name] = float("inf")  # a gradient on one side alone
         elif full is not None and full.numel():
             off = (full.cpu() - expected[name].cpu()).abs().max().item()
-            found[name] = off / max(largest[name], least)
+            found[name] = off / max(largest[name], least, key=nan_last)
     return found
 
 
@@ -392,12 +394,21 @@ class Proof:
         return sum(each.holds is Holds.NO for row in self.rows.values() for each in row)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the proof to values that ``json`` can write."""
+        """Convert the proof to values that ``json`` can write; NaN and infinities are text."""
         rows = {
             name: [{"found": each.text, "holds": each.holds.value} for each in row]
             for name, row in self.rows.items()
         }
-        return {**asdict(self), "rows": rows, "failures": self.failures}
+        differences = {
+            name: [value if math.isfinite(value) else str(value) for value in found]
+            for name, found in self.differences.items()
+        }
+        return {
+            **asdict(self),
+            "rows": rows,
+            "differences": differences,
+            "failures": self.failures,
+        }
 
     def __str__(self) -> str:
         return rendered([Text(self._verdict), Text(), self._table.for_terminal()])
@@ -409,7 +420,9 @@ class Proof:
             OSError: the file cannot be written.
         """
         heads = ("largest difference of the first gradients", *(each.value for each in _SHARDED))
-        worst = sorted(self.differences.items(), key=lambda item: -max(item[1]))
+        worst = sorted(
+            self.differences.items(), key=lambda item: nan_last(_largest(item[1])), reverse=True
+        )
         grads = Cells(heads, [(name, *map(_share, each)) for name, each in worst])
         body = (
             f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p></header>",
@@ -497,17 +510,17 @@ def compared(
     one = losses[None]
     yield "loss of step 1", [ProofCell(f"{each[0]:.6f}") for each in losses.values()]
     yield f"loss of step {len(one)}", [ProofCell(f"{each[-1]:.6f}") for each in losses.values()]
-    off = [_largest(losses[each], one) for each in _SHARDED]
+    off = [_apart(losses[each], one) for each in _SHARDED]
     yield "losses differ by at most", shares(off)
-    grads = [max(found[each][0].differences.values(), default=0.0) for each in _SHARDED]
+    grads = [_largest(found[each][0].differences.values()) for each in _SHARDED]
     yield "gradients of step 1 differ by", shares(grads, GRADIENTS[settings.compute_dtype])
     same = [
-        all(list(rank.losses[-len(rank.resumed) :]) == list(rank.resumed) for rank in ranks)
+        all(_apart(rank.resumed, rank.losses[-len(rank.resumed) :]) == 0 for rank in ranks)
         for ranks in found.values()
     ]
     words = {True: "same bits", False: "other losses"}
     yield "resumed from a checkpoint", [ProofCell.check(words[each], each) for each in same]
-    off = [_largest(resumed[each], one[-len(resumed[each]) :]) for each in _SHARDED]
+    off = [_apart(resumed[each], one[-len(resumed[each]) :]) for each in _SHARDED]
     yield "resumed on one process, off by", shares(off)
     peaks = {each: max(rank.peak for rank in ranks) for each, ranks in found.items()}
     yield "memory of tensors at most", [ProofCell(binary_size(each)) for each in peaks.values()]
@@ -519,10 +532,15 @@ def compared(
     yield "of torch's step", [ProofCell(f"{each / times[1]:.2f}") for each in times]
 
 
-def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
+def _apart(found: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest difference of losses, as a share."""
     pairs = zip(found, expected, strict=True)
-    return max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
+    return _largest(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Return the largest difference; NaN if there is one."""
+    return max(differences, key=nan_last, default=0.0)
 
 
 def _share(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,25 @@ def test_models_that_keep_documents_apart_may_be_packed() -> None:
     ):
         check_apart(model, 64, "ours", CPU)
         assert model.training
+
+
+class _Odd(nn.Module):
+    """Has some logits that are no finite number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner, self.value = make_model(64, use_cache=False), value
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        found = self.inner(**inputs)
+        found.logits[..., -1] = self.value
+        return found
+
+
+def test_logits_of_nan_are_not_the_same_and_those_that_are_masked_are() -> None:
+    check_apart(_Odd(-math.inf), 64, "ours", CPU)
+    with pytest.raises(OptionError, match="packed with ours, whose logits are NaN"):
+        check_apart(_Odd(math.nan), 64, "ours", CPU)
 
 
 def test_models_that_do_not_are_refused() -> None:

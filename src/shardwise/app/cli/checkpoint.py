@@ -37,6 +37,7 @@ from shardwise.app.cli.options import (
 )
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import CheckpointError
+from shardwise.base.ordering import nan_last
 from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
@@ -492,12 +493,11 @@ def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
     """The largest difference of a row's members, and the number of elements in all of them."""
     largest = [each.max_abs for each in row.members if each.max_abs is not None]
     counts = [each.count for each in row.members if each.count is not None]
-    nan = any(map(math.isnan, largest))
     return (
         row.first.what,
         _short(row.first.first),
         _short(row.first.second),
-        f"{math.nan if nan else max(largest):.3g}" if largest else "",
+        f"{max(largest, key=nan_last):.3g}" if largest else "",
         f"{sum(counts):,}" if counts else "",
     )
 

@@ -75,7 +75,7 @@ class ProveConfig(Config):
                 from shardwise.insight.proof import prove
             proof = prove(model, settings, self.steps, say)
         proof.to_html(self.html)
-        print(json.dumps(proof.to_json()) if self.json else proof)
+        print(json.dumps(proof.to_json(), allow_nan=False) if self.json else proof)
         say(f"written to {self.html}")
         return 1 if proof.failures else 0
 

@@ -12,7 +12,7 @@ import typer
 
 from shardwise.app.cli.options import Html, Integer, Json, PathArgument
 from shardwise.app.runs.files import RunFiles
-from shardwise.base.units import brief_size, printable, show
+from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError, require
 
@@ -208,6 +208,11 @@ def _result(run: Mapping[str, Any]) -> dict[str, Any]:
         curve = curves["validation_loss"]
         lows = [low for low in curve.get("low", curve["mean"]) if low is not None]
         found["best validation_loss"] = min(lows, default=None)
+    if gaps := run["curves"]["not_finite"]:
+        found["not finite"] = ", ".join(
+            f"{name} in {counted(count, 'step')} from {first}"
+            for name, (count, first) in gaps.items()
+        )
     speed = [name for name in latest if name.endswith("_per_s")]
     names = [*speed, *(name for name in ("memory_mib", "mfu") if name in latest)]
     return {**found, **{name: latest[name] for name in names}}

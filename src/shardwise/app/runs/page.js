@@ -30,7 +30,7 @@
 
   // -- numbers and times -------------------------------------------------------------------------
 
-  // A run may name a value "constructor".
+  // A run may name a value "constructor". Where NaN or an infinity was, there is null.
   const own = (object, name) => Object.hasOwn(object, name) ? object[name] : undefined;
   const isNumber = value => typeof value === "number" && Number.isFinite(value);
   const grouped = value => isNumber(value) ? value.toLocaleString("en-US", { maximumFractionDigits: 0 }) : "–";
@@ -42,6 +42,8 @@
     if (size >= 0.0001 || size === 0) return String(Number(value.toPrecision(4)));
     return value.toExponential(2);
   }
+
+  const figure = (values, name) => own(values, name) === null ? "not finite" : brief(own(values, name));
 
   function scaled(value, step, units) {
     let unit = 0;
@@ -100,7 +102,10 @@
     head: () => several() ? headOfAll() : headOf(runs[0]),
     problems: () => {
       const found = runs.flatMap(run => run.problems.map(text => several() ? `${run.name}: ${text}` : text));
-      return found.length ? h("div", { class: "problems" }, h("b", {}, "Could not be read in full"), h("ul", {}, found.map(text => h("li", {}, text)))) : null;
+      const lost = runs.flatMap(run => Object.entries(run.curves.not_finite).map(([name, [steps, first]]) =>
+        `${several() ? `${run.name}: ` : ""}${name} in ${plural(steps, "step")}, first in step ${grouped(first)}`));
+      const block = (title, texts) => texts.length ? h("div", { class: "problems" }, h("b", {}, title), h("ul", {}, texts.map(text => h("li", {}, text)))) : null;
+      return found.length + lost.length ? h("div", {}, block("Could not be read in full", found), block("NaN or infinite", lost)) : null;
     },
     tiles: () => several() ? null : tiles(runs[0]),
     charts: null,  // drawn by itself: uPlot keeps its state
@@ -149,7 +154,7 @@
     const rows = runs.map(run => {
       const v = run.curves.values, s = speed(run);
       return [h("span", {}, key(run), run.name), state(run), run.model, ranksOf(run), grouped(run.latest.step || 0),
-        brief(run.latest.loss), brief(lowest(v.validation_loss)), s ? `${brief(run.latest[s])} ${s.replace("_per_s", "/s")}` : "–",
+        figure(run.latest, "loss"), brief(lowest(v.validation_loss)), s ? `${brief(run.latest[s])} ${s.replace("_per_s", "/s")}` : "–",
         mebibytes(run.latest.memory_mib)];
     });
     return h("header", {}, h("h1", {}, plural(runs.length, "run")),
@@ -168,13 +173,13 @@
   function tiles(run) {
     const l = run.latest, s = speed(run), peak = peakOf(run.plan), shown = [];
     const add = (label, text) => shown.push(h("div", { class: "tile" }, h("span", {}, label), h("b", {}, text)));
-    add("loss", brief(l.loss));
-    if ("validation_loss" in l) add("validation loss", brief(l.validation_loss));
+    add("loss", figure(l, "loss"));
+    if ("validation_loss" in l) add("validation loss", figure(l, "validation_loss"));
     if (s) add(s.replace("_per_s", "/s"), brief(l[s]));
     if (isNumber(l.mfu)) add("MFU", percent(l.mfu));
     if (isNumber(l.memory_mib)) add(peak ? `memory, ${planned(run)} ${bytes(peak)}` : "memory of a rank", mebibytes(l.memory_mib));
-    add("gradient norm", brief(l.grad_norm));
-    add("learning rate", brief(l.lr));
+    add("gradient norm", figure(l, "grad_norm"));
+    add("learning rate", figure(l, "lr"));
     if (isNumber(l.epoch)) add("epochs", brief(l.epoch));
     return h("div", { class: "tiles" }, shown);
   }

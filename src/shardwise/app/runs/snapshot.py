@@ -73,9 +73,10 @@ class Curves:
         self._width = 1  # steps of a bucket
         self._buckets: dict[int, _Bucket] = {}
         self._names: dict[str, None] = {}  # in the order in which they came
+        self._not_finite: dict[str, list[int]] = {}  # how many steps, and the first one
 
     def add(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Add the values of a step; None and what is not finite is left out."""
+        """Add the values of a step. None, or what is not finite, is a gap that is counted."""
         key = step // self._width
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -85,6 +86,8 @@ class Curves:
         names = self._names
         for name, value in values.items():
             if value is None or not -math.inf < value < math.inf:
+                if name in self._not_finite or len(self._not_finite) < MOST_NAMES:
+                    self._not_finite.setdefault(name, [0, step])[0] += 1
                 continue
             if name in names or len(names) < MOST_NAMES:
                 names[name] = None
@@ -109,7 +112,8 @@ class Curves:
         Returns:
             ``steps``: the last step of each point, ascending; ``width``: steps of a point;
             ``values``: by name ``mean``, ``low`` and ``high``, each with a number or None for each
-            point. With a width of 1 there are means only.
+            point. With a width of 1 there are means only; ``not_finite``: by name, in how many
+            steps the value was NaN or infinite, and the first of them.
         """
         buckets = [self._buckets[key] for key in sorted(self._buckets)]
         parts = ("mean",) if self._width == 1 else ("mean", "low", "high")
@@ -120,6 +124,7 @@ class Curves:
                 name: {part: [bucket.point(name, part) for bucket in buckets] for part in parts}
                 for name in self._names
             },
+            "not_finite": self._not_finite,
         }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from shardwise.base.ordering import nan_last
 from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Source, Watch, unwatched
 
@@ -94,7 +94,7 @@ def _compare(
         count += int(apart.sum())
         if apart.any():
             here = float((a - b).abs()[apart].max())
-            largest = math.nan if math.isnan(here) or math.isnan(largest) else max(largest, here)
+            largest = max(largest, here, key=nan_last)
     return largest, count
 
 
