@@ -54,5 +54,5 @@ def _sample(local: torch.Tensor) -> Hashable | None:
         return None
     flat = local.detach().reshape(-1)
     some = flat[:: -(-flat.numel() // _SAMPLE)].cpu()
-    values: Any = some.reshape(-1).view(torch.uint8).numpy().tobytes()
+    values: Any = some.contiguous().view(torch.uint8).numpy().tobytes()
     return None if bool((some == some[0]).all()) else (local.shape, local.dtype, values)

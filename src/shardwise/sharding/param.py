@@ -230,8 +230,8 @@ class ShardedParam:
             return False
         if not (dtensor.has_memory(mine) and dtensor.has_memory(theirs)):
             return theirs.is_meta and not mine.is_meta
-        both = (mine, theirs.to(mine.device))
-        return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in both))
+        both = [each.detach().contiguous().view(-1) for each in (mine, theirs.to(mine.device))]
+        return torch.equal(*(each.view(torch.uint8) for each in both))
 
     def empty_full(self, device: torch.device) -> nn.Parameter:
         """Make an uninitialized parameter like the original one, on ``device``."""

@@ -99,7 +99,7 @@ def _compare(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -295,7 +295,7 @@ def _bits(value: Any) -> list[object]:
             found += _bits(dict(leaf.state_dict()))
         elif isinstance(leaf, torch.Tensor):
             local = dtensor.local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            found.append(bytes(local.detach().cpu().flatten().view(torch.uint8)))
+            found.append(bytes(local.detach().cpu().contiguous().view(-1).view(torch.uint8)))
         elif isinstance(leaf, int | float | str | bytes | None):
             found.append(leaf)
     return found
