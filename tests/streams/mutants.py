@@ -77,7 +77,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/delivery.py _run_hook_on: beside.record_event()": "all_reduce_hook_with_stream",
     "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
-    "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
+    "optim/norms.py _local_norm: torch.full((), nothing, dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: offload.wait()": "offload_pinned",
     "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
@@ -284,6 +284,16 @@ UNSEEN = {
         "the wrapper cuts along the first dimension, so nothing is copied"
     ),
     "optim/norms.py NormParts.total: torch.zeros(())": _HOST,
+    "optim/norms.py NormParts.total: found.count_nonzero().to(found.dtype)": _ONE_STREAM,
+    "optim/norms.py NormParts._sum: torch.cat([one, other])": _ONE_STREAM,
+    "optim/norms.py _local_norm: grad.count_nonzero().to(device, dtype)": _ONE_STREAM,
+    "optim/norms.py _local_norm: torch.stack(counts)": _ONE_STREAM,
+    "sharding/param.py ShardedParam._has_same_values: each.detach().contiguous()": _LOADED,
+    "sharding/param.py ShardedParam.place_grad: self.offload.wait()": (
+        "the gradient of a penalty on the shards is added on the stream of the model's backward"
+    ),
+    "sharding/full_params.py _hand_on_grad: "
+    "rows.to(param.dtype, memory_format=torch.contiguous_format)": _ONE_STREAM,
     "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
     "base/devices.py host_memory: "
     "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
