@@ -214,6 +214,15 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not is_wrapper(tensor)
 
 
+def has_own_memory(tensor: DTensor) -> bool:
+    """Whether a plain tensor was assigned to ``tensor.data``, which leaves the shard as it was."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # it only wraps the shard
+        return False
+    return True
+
+
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor, or those of the tensors in which it keeps its values.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -93,6 +94,7 @@ class ParamGroup:
         self._offloads = [each for each in offloads if each.enabled]
         # What the group has reported as begun: its forward, its backward.
         self._observed: dict[Activity, int] = {}
+        self._is_loading = False
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
         #: Has all ranks start the gather, which it is given, now or if none needs another group;
@@ -180,16 +182,32 @@ class ParamGroup:
         if self.stepper is not None:
             self.stepper.check_whole()
 
-    def refresh_from_state_dict(self, *_: Any) -> None:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Adopt what a state dict loads once inside, at the end, in place of after each module."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+        self.refresh_from_state_dict()
+
+    def refresh_from_state_dict(self, module: nn.Module | None = None, *_: Any) -> None:
         """Adopt the parameters that a state dict loaded; a hook.
 
         A tie to which it gave equal values under each name stays. A backward that is under way, and
         still needs the values of before, then raises.
+
+        Args:
+            module: the module that it was loaded into; ``None`` for all.
         """
-        self.refresh()
+        if self._is_loading:
+            return
+        self.refresh(module)
         if self._lease is None:  # otherwise modules hold what was summoned
             for param in self.params:
-                param.form.tie_again()
+                if param.is_in(module):
+                    param.form.tie_again()
         if self.fulls is not None:
             self.fulls.aliased.follow()
 
@@ -515,10 +533,13 @@ class ParamGroup:
         assert self._lease is not None
         self._lease.forward, self._lease.freshness = number, states.CURRENT
 
-    def refresh(self) -> None:
+    def refresh(self, module: nn.Module | None = None) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
 
         Does nothing unless the modules hold the shards.
+
+        Args:
+            module: the module that holds them; ``None`` for all of the group's.
 
         Raises:
             MisuseError: a parameter was replaced during a backward of the group.
@@ -527,7 +548,8 @@ class ParamGroup:
         if self._lease is not None:
             return
         for param in self.params:
-            param.refresh()
+            if param.is_in(module):
+                param.refresh()
         if self.fulls is None or self.fulls.is_outdated:
             if self.fulls is not None and self.phase is not states.IDLE and autograd.in_backward():
                 self.refuse_replaced()

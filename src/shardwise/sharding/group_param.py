@@ -115,6 +115,10 @@ class GroupParam:
             if param.owners[0].holds(full):
                 param.follow_requires_grad(full)
 
+    def is_in(self, module: nn.Module | None) -> bool:
+        """Whether a module of the group holds the parameter; any does if ``None``."""
+        return module is None or any(owner.module is module for owner in self.owners)
+
     def refresh(self) -> None:
         """Adopt the parameter that the modules hold after ``to()``, ``to_empty()`` or a state dict.
 

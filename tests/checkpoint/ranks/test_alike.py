@@ -184,6 +184,10 @@ def _saves_extra(rank: int, world_size: int, folder: str) -> None:
         checkpoint.save(f"{folder}/x", model, None, {"at": per_rank(1)} if rank < 2 else {})
     with pytest.raises(CheckpointError, match=r"extra.a.\$ranks.0: expected no key '\$ranks'"):
         checkpoint.save(f"{folder}/x", model, None, {"a": {"$ranks": {"0": 1}}})
+    with pytest.raises(
+        CheckpointError, match=r"extra.a: found per_rank\(...\) inside a list, expec"
+    ):
+        checkpoint.save(f"{folder}/x", model, None, {"a": [per_rank(rank), torch.ones(1)][:1]})
     # Not a number equals itself here, and keys that only one rank has are its own.
     extra = {"same": float("nan"), "also": {1: "a"}, f"rank{rank}": rank}
     checkpoint.save(f"{folder}/x", model, None, extra)

@@ -217,7 +217,10 @@ def test_full_state_dicts_of_wrapped_modules_are_full(rank: int, world_size: int
 
 
 class _Root(nn.Module):
-    """Old files have a prefix. A hook of the root, which sees all names, removes it."""
+    """Old files have a prefix. A hook of the root, which sees all names, removes it.
+
+    It looks at values, but not at their elements.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -228,7 +231,13 @@ class _Root(nn.Module):
     @staticmethod
     def _rename(module: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name in list(state):
-            state[name.removeprefix("model.")] = state.pop(name)
+            value = state[name.removeprefix("model.")] = state.pop(name)
+            assert value.size() == value.shape == (64, 64)
+            assert value.dim() == value.ndim == 2
+            assert value.numel() == 64 * len(value)
+            assert value.is_floating_point()
+            assert value.device.type == "cpu"
+            assert not value.is_meta
 
 
 @on_threads(2)
@@ -299,6 +308,86 @@ def test_a_value_that_a_module_keeps_is_read(tmp_path: Path) -> None:
     load_weights(tmp_path / "w.safetensors", model)
     (tmp_path / "w.safetensors").unlink()
     assert torch.equal(model[0].table + 1, torch.arange(4.0) + 1)
+
+
+class Takes(nn.Linear):
+    """Takes values as its own memory, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        torch.manual_seed(len(how))
+        super().__init__(3, 3, bias=False)
+        self.how = how
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *_: object) -> None:
+        value = state[f"{prefix}weight"]
+        match self.how:
+            case "assigns":
+                self.weight.data = value
+            case "wraps":
+                self.weight = nn.Parameter(value, requires_grad=False)
+            case "wraps twice":
+                self.weight = nn.Parameter(value)
+                self.alike = self.weight
+            case "reshapes":
+                self.weight.data.copy_(value.unsqueeze_(0).detach()[0])
+
+
+@pytest.mark.parametrize("how", ["assigns", "wraps", "wraps twice", "reshapes"])
+def test_modules_may_take_values_for_their_own(tmp_path: Path, how: str) -> None:
+    state = {"0.weight": torch.arange(9.0).view(3, 3)}
+    save_file(state, tmp_path / "w.safetensors")
+    expected, model = nn.Sequential(Takes(how)), nn.Sequential(Takes(how))
+    expected.load_state_dict({k: v.clone() for k, v in state.items()})
+    load_weights(tmp_path / "w.safetensors", model)
+    found, wanted = model[0].weight, expected[0].weight
+    assert type(found) is type(wanted) is nn.Parameter
+    assert found.requires_grad == wanted.requires_grad
+    assert torch.equal(found, wanted)
+    if how == "wraps twice":
+        assert model[0].alike is found
+    checkpoint.save(tmp_path / "saved", model)
+
+
+@on_threads(2)
+def test_a_value_assigned_to_the_data_of_a_shard_is_refused(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Torch accepts it, and goes on with the shard as it was."""
+    save_file({"0.weight": torch.zeros(3, 3)}, tmp_path / f"{rank}.safetensors")
+    model = nn.Sequential(Takes("assigns"))
+    fully_shard(model)
+    with pytest.raises(CheckpointError, match=r"0\.weight: its module assigned a tensor to \.data"):
+        load_weights(tmp_path / f"{rank}.safetensors", model)
+
+
+def _times_two(value: Tensor) -> None:
+    value.mul_(2)
+
+
+def _times_two_in_data(value: Tensor) -> None:
+    value.data.mul_(2)
+
+
+def _times_two_in_numpy(value: Tensor) -> None:
+    array = value.numpy()
+    array *= 2
+
+
+@pytest.mark.parametrize("change", [_times_two, _times_two_in_data, _times_two_in_numpy])
+def test_what_a_hook_of_the_root_writes_into_values_arrives(
+    tmp_path: Path, change: Callable[[Tensor], None]
+) -> None:
+    def write(module: Any, state: dict[str, Any], *_: object) -> None:
+        for value in state.values():
+            change(value)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    model.register_load_state_dict_pre_hook(write)  # type: ignore[no-untyped-call]
+    load_weights(tmp_path / "w.safetensors", model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name] * 2), name
 
 
 @on_processes(2)

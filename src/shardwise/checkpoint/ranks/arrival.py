@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from shardwise._torch import fsdp
+from shardwise._torch.dtensor import has_own_memory
 from shardwise._torch.module import (
     EXTRA_STATE,
     customizes_loading,
@@ -33,7 +35,7 @@ from shardwise._torch.module import (
     visits,
     with_versions,
 )
-from shardwise._torch.unread import Fill, Unread
+from shardwise._torch.unread import Fill, Unread, lacked_memory, settle
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.values import replaced_in
@@ -48,6 +50,7 @@ from shardwise.checkpoint.ranks.state import (
     ties,
 )
 from shardwise.sharding.allocate import MetaMemory
+from shardwise.sharding.state import groups_of
 
 
 class Arrival:
@@ -155,14 +158,9 @@ class Arrival:
             },
         )
         with torch.no_grad(), sharded_state_dicts(self._model), self._watched():
-            try:
-                result = self._model.load_state_dict(state, strict=False)
-            except CheckpointError:
-                raise
-            except RuntimeError as error:
-                if self._failed:
-                    raise self._failed[0] from None
-                raise CheckpointError(f"{self._where}: {one_line(error, 400)}") from error
+            result = self._load_modules(state)
+            settle(each.module for each in self._visits)
+            self._check_shards()
             missing, unexpected = (
                 {self._names.of(key) for key in keys}
                 for keys in (result or ((), ()))  # a method of the model's own may return nothing
@@ -180,6 +178,40 @@ class Arrival:
         for made in self._made:
             if (kept := made()) is not None:  # by a module, which may need it later
                 kept.full()
+
+    def _load_modules(self, state: OrderedDict[str, Any]) -> Any:
+        """Let modules load values, which are read before they ask if they take them for their own.
+
+        Raises:
+            CheckpointError: that failed.
+        """
+        try:
+            return self._model.load_state_dict(state, strict=False)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            if self._failed:
+                raise self._failed[0] from None
+            if not lacked_memory(error) or not any(map(_is_unread, state.values())):
+                raise CheckpointError(f"{self._where}: {one_line(error, 400)}") from error
+        state.update([(key, _full(value)) for key, value in state.items()])
+        return self._load_modules(state)
+
+    def _check_shards(self) -> None:
+        """Check that no module has assigned a value to the ``data`` of a shard.
+
+        Raises:
+            CheckpointError: one has, which torch accepts, and which changes no values.
+        """
+        if not customizes_loading(each.module for each in self._visits):
+            return
+        for name, tensor in own_tensors(self._model).items():
+            if isinstance(tensor, DTensor) and has_own_memory(tensor):
+                raise CheckpointError(
+                    f"{self._where}: {name}: its module assigned a tensor to .data of a sharded "
+                    "parameter, which changes no shard; expected it to copy the value: "
+                    "parameter.copy_(value)"
+                )
 
     def _renames(self) -> bool:
         """Whether names of the model's state dicts may not be those of its tensors."""
@@ -232,7 +264,10 @@ class Arrival:
                     module.register_load_state_dict_post_hook(self._forget),  # type: ignore[no-untyped-call]
                 ]
         try:
-            yield
+            with ExitStack() as stack:
+                for group in groups_of(self._model):
+                    stack.enter_context(group.loading())
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -294,6 +329,10 @@ def check_scaled(
                 f"model has no place, expected values to load as {tensor.dtype}; scale the "
                 "weights first, or load them in a model that does"
             )
+
+
+def _is_unread(value: Any) -> bool:
+    return isinstance(value, Unread)
 
 
 def _full(value: Any) -> Any:

@@ -32,7 +32,7 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     dtype_name,
 )
-from shardwise.checkpoint.disk.values import encode, leaves
+from shardwise.checkpoint.disk.values import encode, held_in, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.per_rank import RANKS, LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
@@ -127,6 +127,11 @@ class SavedState:
             self.origins[name] = origin_of(leaf, path)
             if path[0] == "extra" and isinstance(leaf, DTensor):
                 raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
+        elif any(isinstance(each, LocalValue | PerRank) for each in held_in(leaf)):
+            raise TypeError(
+                f"{name}: found per_rank(...) inside a {type(leaf).__name__}, expected it under a "
+                "string key of extra, or of dicts in it"
+            )
         else:
             encode(leaf, name)  # raises before anything is written, if it cannot be saved
             # A copy, since it may be written after training has gone on.

@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from shardwise import checkpoint
 from shardwise._torch import dtensor
+from shardwise._torch.unread import Unread
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.loading import own_part
@@ -158,9 +159,9 @@ def _saved_to(callbacks: Any) -> str | None:
 
 def _shard_full_tensors(model: nn.Module, saved: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace full tensors of a state dict by this rank's shards, as the model is sharded now."""
-    for name, param in model.named_parameters():
+    for name, param in model.named_parameters(remove_duplicate=False):
         full = saved.get(prefix + name)
-        if not isinstance(full, torch.Tensor) or isinstance(full, DTensor):
+        if not isinstance(full, torch.Tensor) or isinstance(full, DTensor | Unread):
             continue
         if isinstance(param, DTensor) and full.shape == param.shape:
             box, local = own_part(param)
