@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -222,3 +224,32 @@ def test_hooks_of_before_sharding_see_the_reduced_gradient(rank: int, world_size
     layer.zero_grad()
     layer(torch.ones(1, 4)).sum().backward()
     torch.testing.assert_close(layer.weight.grad.full_tensor(), whole.weight.grad * 2)
+
+
+@on_threads(2)
+def test_hooks_of_the_meta_device_are_called_after_it(rank: int, world_size: int) -> None:
+    names, seen = ["0.weight", "2.weight"], list[str]()
+    with torch.device("meta"):
+        model = _tagged()
+    _shard(model, ignored_params={*model[2].parameters()})
+    for name in names:
+        model.get_parameter(name).register_hook(lambda grad, name=name: seen.append(name))
+    materialize(model)
+    model(torch.ones(2, 6)).sum().backward()
+    assert sorted(seen) == names
+
+
+@on_threads(2)
+def test_an_original_parameter_is_pickled_without_the_model_and_keeps_none_alive(
+    rank: int, world_size: int
+) -> None:
+    model, file = _tagged(), io.BytesIO()
+    weight = model[0].weight
+    _shard(model)
+    torch.save(torch.optim.SGD([weight], lr=1.0), file)
+    file.seek(0)
+    torch.load(file, weights_only=False).step()
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None

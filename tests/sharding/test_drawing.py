@@ -232,6 +232,16 @@ def test_what_needs_the_whole_tensor_is_refused(
 
 
 @on_threads(2)
+def test_draws_that_take_more_numbers_for_larger_values_are_refused(
+    rank: int, world_size: int
+) -> None:
+    module = _Param(4, 3)
+    fully_shard(module)
+    with pytest.raises(NotImplementedError, match="poisson"), torch.no_grad():
+        torch.poisson(module.weight)
+
+
+@on_threads(2)
 def test_tensors_of_others_are_left_to_torch(rank: int, world_size: int) -> None:
     module = _Param(6, 2)
     fully_shard(module)

@@ -11,7 +11,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwise import fully_shard
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -24,6 +26,13 @@ from tests.sharding.nets import (
 from tests.worlds import on_threads
 
 _SAYS = r"gain on rank \d: an optimizer steps, and none of the 12 sharded parameters"
+
+
+class _Checkpointed(nn.Sequential):
+    """The forward of what is inside runs again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self[0], x, use_reentrant=True)
 
 
 @on_threads(2)
@@ -89,6 +98,11 @@ def test_other_steps_without_gradients_say_nothing(rank: int, world_size: int) -
         optimizer.step()
         closure()
         optimizer.step()
+        optimizer.zero_grad()
+        again = fully_shard(_Checkpointed(fully_shard(nn.Linear(2, 2))))
+        again(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        again.zero_grad()
+        torch.optim.SGD(again[0].parameters()).step()
         plain = nn.Linear(2, 2)
         loss_of(net, x)
         torch.optim.SGD(plain.parameters()).step()

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from shardwise._torch import fsdp
+from shardwise._torch import autograd, fsdp
 from shardwise.sharding.attributes import carried
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import FSDPState, states_of
@@ -169,6 +169,7 @@ def replace_plain(
             made[old] = torch.empty_like(old, device=device)
             if isinstance(old, nn.Parameter):
                 made[old] = nn.Parameter(made[old], requires_grad=old.requires_grad)
+                autograd.share_hooks(old, made[old])
             vars(made[old]).update(carried(old))
             fill(made[old])
         return made[old]

@@ -24,11 +24,12 @@ from shardwise.transport.peers import Peers
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
-#: Operators that give an element of their own to each element of the tensor they are called with.
+#: Operators that give an element of their own to each element of the tensor they are called with,
+#: and draw as many numbers whatever its values are. So poisson is not among them; torch refuses it.
 _DRAWING = (
     *("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-    *("native_dropout", "normal", "normal_", "poisson", "rand_like", "randint_like"),
-    *("randn_like", "random_", "uniform_"),
+    *("native_dropout", "normal", "normal_", "rand_like", "randint_like", "randn_like"),
+    *("random_", "uniform_"),
 )
 
 #: The attribute that marks a row of a tensor that is handled.

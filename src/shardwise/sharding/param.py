@@ -442,6 +442,7 @@ class ShardedParam:
             observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
 
     def _register_everywhere(self, parameter: nn.Parameter) -> None:
+        autograd.share_hooks(self.parameter, parameter)
         self.take_place_of(self.parameter)
         self.parameter = parameter
         self._watch()

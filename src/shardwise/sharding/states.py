@@ -241,7 +241,7 @@ class Passes:
         self.current = Pass(fulls, steps)
         self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
-        self.await_backward = True
+        self.await_backward = not autograd.in_backward()  # checkpointing recomputes in one
         return self.current
 
     def end(self) -> list[torch.Tensor]:

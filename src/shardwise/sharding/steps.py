@@ -40,6 +40,13 @@ class SteppedForm(Protocol):
 Form = TypeVar("Form", bound=SteppedForm)
 
 
+class _FormRef(weakref.ref[Form]):
+    """A reference that does not keep a model alive for a parameter that it had before."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # pickles leave it out
+
+
 class Steps(Generic[Form]):
     """Counts optimizer steps on sharded parameters, and checks the states that they begin with.
 
@@ -75,11 +82,12 @@ class Steps(Generic[Form]):
 
     def note_replaced(self, param: torch.Tensor, form: Form) -> None:
         """Note that modules hold the parameter of ``form`` in place of another one."""
-        setattr(param, TAKEN, form)
+        setattr(param, TAKEN, _FormRef(form))
 
     def form_of(self, param: torch.Tensor) -> Form | None:
         """Return the form that has taken the place of a parameter, if any."""
-        return getattr(param, TAKEN, None)
+        ref = getattr(param, TAKEN, None)
+        return None if ref is None else ref()
 
     def _check_states(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check parameters and states: at the first step, and after what may change them.
