@@ -33,6 +33,7 @@ class Row:
         placement: of the parameter.
         mended: the version of torch that computes it; ``None``: none that was tried.
         told: what is in the error of an audit; ``None`` if it cannot see this.
+        right_on_ours: whether a parameter of our runtime computes it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     placement: Placement = ROWS_OF_EACH
     mended: tuple[int, int] | None = None
     told: str | None = "full_tensor()"
+    right_on_ours: bool = False
 
 
 def full(value: Any) -> Any:
@@ -229,19 +231,26 @@ ROWS = [
         "the gradient of `p[0].square().sum()`, `p.var()`: not sharded",
         _is_placed_as_parameter(lambda p: p[0].square().sum()),
         _is_placed_as_parameter(lambda p: full(p)[0].square().sum()),
+        right_on_ours=True,
     ),
     # -- writes ------------------------------------------------------------------------------------
     Row(
         "`p[0].zero_()`",
         written(lambda p: p[0].zero_()),
         changed(lambda whole: whole[0].zero_()),
+        right_on_ours=True,
     ),
     Row(
         "`p[1:3].mul_(2)`",
         written(lambda p: p[1:3].mul_(2)),
         changed(lambda whole: whole[1:3].mul_(2)),
     ),
-    Row("`p[0, 0] = 7`", written(_set_element), changed(_set_element)),
+    Row(
+        "`p[0, 0] = 7`",
+        written(_set_element),
+        changed(_set_element),
+        right_on_ours=True,
+    ),
     Row(
         "`p.diagonal().fill_(1)`",
         written(lambda p: p.diagonal().fill_(1)),
@@ -256,6 +265,7 @@ ROWS = [
         "`p.data[0].zero_()`",
         written(lambda p: p.data[0].zero_()),
         changed(lambda whole: whole[0].zero_()),
+        right_on_ours=True,
     ),
     Row(
         "`p.data = 2 * p`",
@@ -275,11 +285,13 @@ ROWS = [
         _rows_differ(nn.init.normal_),
         _rows_differ(_draw_whole),
         told="draw before sharding",
+        right_on_ours=True,
     ),
     Row(
         "`torch.rand_like(p)`, `F.dropout(p)` with one seed",
         _rows_differ(torch.rand_like),
         _rows_differ(lambda p: torch.rand(p.shape)),
         told="draw before sharding",
+        right_on_ours=True,
     ),
 ]

@@ -82,7 +82,7 @@ def test_a_write_that_is_lost_counts_if_what_lacks_it_is_read(rank: int, world_s
     @torch.no_grad()
     def program(p: Any) -> None:
         more = p + 1
-        more[0].zero_()
+        more[1:3].zero_()
         if reads:
             more.sum()
 
@@ -158,3 +158,43 @@ def _simulated() -> float:
 
 def test_simulated_ranks_are_audited_as_well() -> None:
     assert len(shardwise.simulate(_simulated, 2)) == 2
+
+
+@torch.no_grad()
+def _write_rows(p: Any) -> None:
+    torch.manual_seed(0)
+    nn.init.trunc_normal_(p)
+    p[0].zero_()
+    p[1, 2:].add_(1)
+    p.data[-1].fill_(3.0)
+    p[2, 0] = 7.0
+
+
+@on_threads(2)
+def test_writes_to_rows_reach_our_shards_and_not_those_of_torch(rank: int, world_size: int) -> None:
+    whole = torch.empty(4, 4)
+    _write_rows(whole)
+    model = model_of_one()
+    audited(model, _write_rows)
+    assert torch.equal(model.weight.full_tensor(), whole)
+
+    with pytest.raises(ValueError, match=r"weight unchanged, expected what was written"):
+        audited(fully_shard_of_torch(nn.Linear(5, 5)), lambda p: p.detach()[0].zero_())
+
+
+@on_threads(2)
+def test_one_rank_alone_may_look_at_its_part(rank: int, world_size: int) -> None:
+    model = model_of_one()
+    audited(model, lambda p: rank or (model.state_dict(), p.detach().to_local().sum().item()))
+
+
+@on_threads(2)
+def test_a_lost_write_counts_in_what_is_detached(rank: int, world_size: int) -> None:
+    @torch.no_grad()
+    def program(p: Any) -> None:
+        more = p + 1
+        more[1:3].zero_()
+        more.detach().sum()
+
+    with pytest.raises(ValueError, match="unchanged, expected what was written at"):
+        audited(model_of_one(), program)

@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import shardwise
+from shardwise import fully_shard
 from tests.audit.rows import ROWS, Program, Row
 from tests.worlds import Ranks
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+OURS = "(on torch's `fully_shard`)"
 TABLE = Path(__file__).parents[2] / "docs" / "dtensors.md"
 
 
@@ -87,10 +89,37 @@ def test_an_audit_tells_what_is_wrong_and_where(threads: Ranks, row: Row) -> Non
     assert [*threads(run_audited, 2, row, row.right)] == ["", ""]
 
 
+def _on_ours(rank: int, world_size: int, row: Row) -> tuple[Any, str]:
+    def made() -> Any:
+        return fully_shard(Holder(values(row)), shard_placement_fn=lambda _: row.placement)
+
+    plain, model = made(), made()
+    found = row.wrong(plain.weight)
+    try:
+        with shardwise.audit(model):
+            row.wrong(model.weight)
+    except ValueError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_an_audit_agrees_with_what_our_runtime_computes(threads: Ranks, row: Row) -> None:
+    each = threads(_on_ours, 2, row)
+    is_right = all(is_as_expected(row, found) for found, _ in each)
+    said = {said for _, said in each}
+
+    assert is_right == (row.right_on_ours or not is_wrong_in_this_torch(row))
+    assert (said == {""}) == (is_right or row.told is None)
+
+
 def test_the_table_of_the_docs_has_these_rows() -> None:
-    table = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    lines = TABLE.read_text().splitlines()
+    table = [line.split(" | ") for line in lines if line.startswith("| ")]
     listed = {cells[0].removeprefix("| "): cells[-1].removesuffix(" |") for cells in table}
 
     for row in ROWS:
         until = "" if row.mended is None else f"right as of {row.mended[0]}.{row.mended[1]}"
         assert listed.get(row.name) == until, row.name
+        says_so = any(f"| {row.name} |" in line and OURS in line for line in lines)
+        assert says_so == row.right_on_ours, row.name

@@ -308,10 +308,15 @@ def _extremes() -> Tensors:
             whole = _with_nan(size * numel, 2)
             _single("reduce_scatter_single", "reduce_scatter_tensor", part, whole, op)
             dist.reduce_scatter(other := torch.zeros(numel), list(torch.split(whole, numel)), op)
-            found += [everywhere, part, other]
+            with_gaps = list(whole.view(numel, size).unbind(1))
+            dist.reduce_scatter(third := torch.zeros(numel), with_gaps, op)
+            found += [everywhere, part, other, third]
             found += [on_last] if dist.get_rank() == size - 1 else []
     dist.all_reduce(long := _with_nan(700_000, 3), dist.ReduceOp.MAX)  # several messages
-    return [*found, long]
+    shape = (3, 2) if dist.get_rank() == 1 else (6,)  # as many elements are enough
+    work = dist.all_reduce(torch.arange(6.0).view(shape), async_op=True)
+    work.wait()
+    return [*found, long, *work.result()]
 
 
 def _extremes_on_gloo(rank: int, world_size: int) -> Tensors:

@@ -22,7 +22,7 @@ import functools
 import inspect
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 #: Operations whose results have no values yet.
 _UNDEFINED = ("aten.empty", "aten.new_empty")
+_ALIASES = ("aten.alias", "aten.detach")  # the same tensor once more
 _READ = "aten._local_scalar_dense"  # what item(), float() and bool() come to
 #: Rounding errors, in units of the last place, of what is computed element by element, and of sums
 #: in another order, as a share of the same sums of absolute values.
@@ -66,6 +67,14 @@ class _Remedy(enum.Enum):
         "`distribute_tensor(full, p.device_mesh, p.placements)`"
     )
     GRADIENT = "compute what reads parameters in the loss, such as a penalty, on `p.full_tensor()`"
+
+
+class _Memory(enum.Enum):
+    """Where what an operation has made is, on one rank."""
+
+    NONE = "it has no elements here, or is no DTensor"
+    SHARED = "in the memory of the first operand"
+    OWN = "elsewhere"
 
 
 #: What is different, and how, in words.
@@ -243,6 +252,10 @@ class _Comparison:
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operation of the program, and compare it."""
         call = _Call(function, (args, kwargs))
+        if call.name in _ALIASES:  # which needs no other rank
+            result = function(*args, **kwargs)
+            self._follow(call, call.made(result, {}))
+            return result
         has_values = all(map(_has_values, call.operands))
         if not has_values or call.name.startswith(_UNDEFINED):
             return function(*args, **kwargs)
@@ -254,17 +267,17 @@ class _Comparison:
         before = plain | {id(each): _full(each) for each in call.operands}
         result = function(*args, **kwargs)
         made = call.made(result, call.written)
-        self._follow(call, made)
         if operations.is_random(function):
+            self._follow(call, made)
             self._compare_random(mesh, call, made)
             return result
         expected = call.with_tensors(before)
-        if expected is None:
-            return result
         full = [_full(each) if isinstance(each, DTensor) else each for each in made]
         found = self._lost_write(call) or self.misplaced_gradient()
-        different = found or _difference(call, full, expected)
-        if any(self._ranks.meet(mesh, call.doing, different).values()):
+        different = found or (expected and _difference(call, full, expected))
+        reports = self._ranks.meet(mesh, call.doing, (different, _memory(call, made))).values()
+        self._follow(call, made, [memory for _, memory in reports])
+        if expected is not None and any(each for each, _ in reports):
             for each in call.operands:  # of which values may cancel
                 key = id(each)
                 before[key] = _sizes(before[key] if key in call.written else _full(each, _sizes))
@@ -314,18 +327,30 @@ class _Comparison:
 
     # -- what an operation leaves behind ---------------------------------------------------------
 
-    def _follow(self, call: _Call, made: list[Any]) -> None:
-        """Note what tensors are computed from, and which views have memory of their own."""
+    def _follow(
+        self, call: _Call, made: list[Any], memory: Sequence[Sequence[_Memory]] = ()
+    ) -> None:
+        """Note what tensors are computed from, and which views have memory of their own.
+
+        Args:
+            call: the operation.
+            made: what it has made.
+            memory: where each of these is, on each rank. A view that all ranks have in full is one
+                if the rank that has it shares its memory: what that writes is what counts.
+        """
         base = call.operands[0]
         viewed, is_copy = self._views.get(dtensor.plain(base), (base, False))
+        stale = self._stale.get(dtensor.plain(base))
         for at, each in enumerate(made):
             if isinstance(each, DTensor) and id(each) not in call.written:
                 local, source = dtensor.plain(each), call.operands[min(at, len(call.operands) - 1)]
                 self._origins[local] = self._origins.get(dtensor.plain(source), source)
                 if fake.only_views(call.function):
-                    apart = dtensor.storage_of(each) != dtensor.storage_of(base)
-                    is_copy |= apart and local.numel() > 0
-                    self._views[local] = viewed, is_copy
+                    found = {of_rank[at] for of_rank in memory}
+                    apart = _Memory.OWN in found and _Memory.SHARED not in found
+                    self._views[local] = viewed, is_copy or apart
+                    if stale is not None:
+                        self._stale[local] = stale
 
     def _lost_write(self, call: _Call) -> _Finding | None:
         """Find what was written to a view and does not reach what it is a view of."""
@@ -419,6 +444,18 @@ def _in_words(found: torch.Tensor, want: torch.Tensor) -> str:
     at = torch.unravel_index(apart.argmax(), apart.shape)
     place = f" at {[int(each) for each in at]}" if at else ""
     return f"{found[at].item():.6g}{place}, expected {want[at].item():.6g} as of the full tensor"
+
+
+def _memory(call: _Call, made: list[Any]) -> list[_Memory]:
+    """Say where what an operation has made is, on this rank."""
+    base = dtensor.storage_of(call.operands[0])
+
+    def of(value: Any) -> _Memory:
+        if not isinstance(value, DTensor) or not dtensor.plain(value).numel():
+            return _Memory.NONE
+        return _Memory.SHARED if dtensor.storage_of(value) == base else _Memory.OWN
+
+    return [of(each) for each in made]
 
 
 def _remedy_for(call: _Call) -> _Remedy:

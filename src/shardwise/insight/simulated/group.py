@@ -123,11 +123,15 @@ class SimulatedWork(dist.Work):
         """Return who sent the message."""
         return self.sender
 
+    def result(self) -> list[torch.Tensor]:
+        """Wait, and return what this rank got."""
+        self.wait()
+        return [*self.into]
+
     def get_future(self) -> Any:
         """Wait, and return a future that is over."""
-        self.wait()
         future: Any = torch.futures.Future()
-        future.set_result([*self.into])
+        future.set_result(self.result())
         return future
 
 
@@ -227,7 +231,9 @@ def _exchange(ranks: Sequence[SimulatedWork], members: Sequence[int]) -> None:
             continue
         key = tuple(map(id, parts))
         if key not in reduced:
-            reduced[key] = [mine.reduction(each) for each in zip(*parts, strict=True)]
+            reduced[key] = [
+                mine.reduction(_shaped_alike(each)) for each in zip(*parts, strict=True)
+            ]
         results.append(reduced[key])
     for mine, found in zip(ranks, results, strict=True):
         for one, other in zip(found, mine.into, strict=True):
@@ -235,6 +241,11 @@ def _exchange(ranks: Sequence[SimulatedWork], members: Sequence[int]) -> None:
                 other.copy_(one if one.shape == other.shape else one.reshape(other.shape))
     if device is not None:
         devices.synchronize(device)
+
+
+def _shaped_alike(parts: Tensors) -> Tensors:
+    """Give the tensors of all ranks the shape of the first: as many elements are alike to gloo."""
+    return [each.reshape(parts[0].shape) for each in parts]
 
 
 def _check_fit(
@@ -438,7 +449,7 @@ class SimulatedGroup(_ProcessGroup):
         name, given = "reduce-scatter", [*chain.from_iterable(inputs)]
         self._check(name, [each for each in given if is_dense(each)], MemoryFormat.CONTIGUOUS)
         self._check(name, outputs, MemoryFormat.CONTIGUOUS)
-        parts = _by_rank(inputs)
+        parts = _by_rank([[each.contiguous() for each in tensors] for tensors in inputs])
         return self._reduce(name, opts, parts[0], parts, outputs, memory=MemoryFormat.ANY)
 
     def reduce_scatter_single(
