@@ -166,6 +166,7 @@ class _PickledNames:
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
             ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(*args[:4]),
             ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:7]),
+            ("_rebuild_device_tensor_from_cpu_tensor", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_wrapper_subclass", _UTILS): _Shard,
@@ -402,7 +403,7 @@ class TorchSource(ExtentSource):
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
         self.tensors = {path: stored.info for path, stored in self._stored.items()}
         self.values = dict(_extra_states(("model",), model))
-        self.versions = _versions(model)
+        self.versions = versions_of(model)
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
@@ -434,7 +435,7 @@ def _extra_states(path: StatePath, tree: Mapping[Any, Any]) -> Iterator[tuple[St
                     yield inner, value
 
 
-def _versions(tree: Mapping[Any, Any]) -> dict[str, int]:
+def versions_of(tree: Mapping[Any, Any]) -> dict[str, int]:
     """The versions of modules that ``nn.Module.state_dict`` notes beside their state."""
     attributes = tree.attributes if isinstance(tree, AttributedDict) else None
     noted = attributes.get("_metadata") if isinstance(attributes, dict) else None
