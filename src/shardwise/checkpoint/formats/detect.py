@@ -23,6 +23,16 @@ from shardwise.checkpoint.formats.source import Source
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_LIGHTNING = ".ckpt"  # as torch.save writes it
+# What programs save a model as in a folder, with torch.save.
+_TORCH_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin")
+#: Files of programs whose folders are not read: what they are, and what to do.
+_FOREIGN = {
+    "**/*_optim_states.pt": "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a "
+    "model of them",
+    "pytorch_model_fsdp*_rank*.bin": "Accelerate, one for each rank, which do not say where a "
+    "shard is in its tensor; save with SHARDED_STATE_DICT and use_dcp, or FULL_STATE_DICT",
+}
 
 
 class Format(Enum):
@@ -54,6 +64,12 @@ def find_checkpoint(path: Path) -> Path:
     newest = latest(steps_root(path))
     if newest is not None:
         return newest
+    for name in _TORCH_FILES:
+        if (path / name).is_file():
+            return path / name
+    for pattern, what in _FOREIGN.items():
+        if found := next(path.glob(pattern), None):
+            raise CheckpointError(f"{found}: found files of {what}")
     raise CheckpointError(
         f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
         "a .safetensors file (hf), a file of torch.save, files of all ranks, or step-... folders, "
@@ -106,10 +122,10 @@ def format_of(path: Path) -> Format | None:
             return Format.HF
         if is_rank_file(path):
             return Format.RANKS
-        return Format.TORCH if path.suffix in TORCH_SUFFIXES else None
+        return Format.TORCH if path.suffix in (*TORCH_SUFFIXES, _LIGHTNING) else None
     if (path / MANIFEST).exists() or any(path.glob("shard-*-of-*.safetensors")):
         return Format.SHARDWISE  # even without a manifest, so that the error says so
-    if (path / _DCP).exists():
+    if (path / _DCP).exists() or any(path.glob(f"pytorch_model_fsdp_*/{_DCP}")):
         return Format.DCP
     if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
         return Format.HF

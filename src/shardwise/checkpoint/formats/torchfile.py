@@ -15,6 +15,7 @@ Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import zlib
@@ -44,6 +45,7 @@ from shardwise.checkpoint.formats.archive import Archive, Record, write_checksum
 from shardwise.checkpoint.formats.pickles import (
     AttributedDict,
     Constructor,
+    PickledObject,
     PickleError,
     load,
     object_constructor,
@@ -117,6 +119,11 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     try:
         tree = load(data, names.find, _MOST_STEPS, names.storage, length)
     except PickleError as error:
+        if b"torch.distributed._shard.sharded_tensor" in data:
+            raise CheckpointError(
+                f"{path}: is a rank's local or sharded state dict of torch's FSDP1, whose shards "
+                "torch.load alone can read; save it with torch.distributed.checkpoint"
+            ) from None
         raise CheckpointError(
             f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
@@ -184,6 +191,8 @@ class _PickledNames:
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype):
                 return value
+        if (module, name) == ("_io", "BytesIO"):
+            return object_constructor(name, io.BytesIO)
         if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
         return None
@@ -419,7 +428,7 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             yield from _tensors((*path, key), item, where)
     elif isinstance(tree, StoredTensor):
         yield path, tree
-    elif isinstance(tree, StoredShard):
+    elif isinstance(tree, StoredShard | PickledObject):
         raise CheckpointError(
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
