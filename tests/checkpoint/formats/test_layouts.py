@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import StatePath
+from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
 
 Paths = tuple[StatePath, ...]
@@ -131,3 +136,38 @@ def test_parameters_of_equal_settings_are_a_group() -> None:
         {"lr": 1.0, "eps": 0.5, "params": ["a", "d"]},
         {"lr": 2.0, "eps": 0.5, "params": ["b.c"]},
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (
+            "global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            "DeepSpeed's ZeRO.*zero_to_fp32",
+        ),
+        ("pytorch_model_fsdp_rank1.bin", "Accelerate, one for each rank.*SHARDED_STATE_DICT"),
+    ],
+)
+def test_files_of_others_that_are_not_read_are_named(
+    tmp_path: Path, file: str, message: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(CheckpointError, match=message):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model_fsdp.bin", "epoch=1.ckpt"])
+def test_models_in_files_of_torch_save_are_read(tmp_path: Path, file: str) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / file)
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.bin")
+    with open_source(tmp_path / file if file.endswith("ckpt") else tmp_path) as source:
+        assert source.full(("model", "w")).tolist() == [1, 1]
+
+
+def test_several_models_beside_each_other_ask_which(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"pytorch_model_fsdp_{number}").mkdir()
+        (tmp_path / f"pytorch_model_fsdp_{number}" / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=r"several models: .*_0, .*_1; name one"):
+        open_source(tmp_path)
