@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,22 +19,19 @@ from torch import nn
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
+from shardwise.checkpoint.formats.detect import open_rank_files
 from shardwise.checkpoint.formats.hf import HfSource, find_config
 from shardwise.checkpoint.formats.native import ShardwiseSource
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.formats.torchfile import TorchSource
-from shardwise.checkpoint.ranks.xla import (
-    RankFiles,
-    load_rank_checkpoint,
-    rank_file,
-    save_rank_checkpoint,
-)
+from shardwise.checkpoint.ranks.xla import load_rank_checkpoint, rank_file, save_rank_checkpoint
 from tests.checkpoint.small import SHARD, save_small
 from tests.fuzz import mutations as m
 
 #: What a checkpoint holds: dtypes, shapes and values, by name.
 Content = Mapping[str, object]
 _BUFFER = 1 << 16
+_XLA = Path(__file__).parents[1] / "checkpoint" / "formats" / "torch_xla"
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,18 @@ def _make_ranks(folder: Path) -> None:
 
 def _read_ranks(folder: Path) -> Content:
     files = sorted(folder.glob("x_rank-*.pth"))
-    with RankFiles(files) as source:
+    with open_rank_files(files) as source:
         found = _content(source)
         for path, info in source.tensors.items():
             into = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
             source.read(path, full_box(info.shape), into)
         return {**found, "tree": repr(source.tree)}
+
+
+def _make_xla(folder: Path) -> None:
+    """What PyTorch/XLA's FSDP saved on two ranks."""
+    for rank in range(2):
+        shutil.copyfile(_XLA / f"flat{_RANK.format(rank, 2)[1:]}", folder / _RANK.format(rank, 2))
 
 
 def _small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -230,6 +234,11 @@ READERS: Mapping[str, Reader] = {
     "torch": Reader(_make_torch, _read_torch, {"x.pt": m.ARCHIVE}),
     "ranks": Reader(
         _make_ranks,
+        _read_ranks,
+        {_RANK.format(0, 2): m.ARCHIVE, _RANK.format(1, 2): m.ARCHIVE},
+    ),
+    "torch-xla": Reader(
+        _make_xla,
         _read_ranks,
         {_RANK.format(0, 2): m.ARCHIVE, _RANK.format(1, 2): m.ARCHIVE},
     ),

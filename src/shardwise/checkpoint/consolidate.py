@@ -1,7 +1,7 @@
 """``python -m shardwise.checkpoint.consolidate``: full state dicts from the files of all ranks.
 
-It takes the options of XLA's command of that name; see :mod:`.ranks.xla`. ``shardwise checkpoint
-consolidate`` does the same for checkpoints of all other formats.
+It takes the options of PyTorch/XLA's command of that name, and its files too; see
+:mod:`.ranks.xla`. ``shardwise checkpoint consolidate`` does the same for all formats.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.xla import SUFFIX, consolidate_sharded_model_checkpoints
@@ -34,13 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = parser.parse_args(arguments)
     try:
-        model, path = consolidate_sharded_model_checkpoints(
-            options.ckpt_prefix, options.ckpt_suffix, options.save_path, force=options.force
-        )
+        with warnings.catch_warnings(record=True, action="always") as notes:
+            model, path = consolidate_sharded_model_checkpoints(
+                options.ckpt_prefix, options.ckpt_suffix, options.save_path, force=options.force
+            )
     except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     assert path is not None
+    for note in notes:
+        print(f"note: {note.message}", file=sys.stderr)
     print(f"saved {len(model)} tensors, {os.stat(path).st_size:,} bytes, to {path}")
     return 0
 

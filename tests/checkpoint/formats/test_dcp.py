@@ -287,7 +287,7 @@ def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Pa
         pytest.raises(CheckpointError, match="without running code"),
         DcpSource(saved) as source,
     ):
-        assert source.values
+        assert source.values["extra", "v"]
     assert not evidence.exists()
 
 

@@ -12,7 +12,7 @@ Source: ``torch.distributed.checkpoint.metadata``, and ``FileSystemWriter``.
 
 from __future__ import annotations
 
-import functools
+import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,8 @@ from shardwise.checkpoint.disk.strict import (
     check_text,
     refuse,
 )
-from shardwise.checkpoint.disk.values import held_in
+from shardwise.checkpoint.disk.values import held_in, replaced_in
+from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
     PickledObject,
@@ -53,6 +54,7 @@ from shardwise.checkpoint.formats.pickles import (
     object_constructor,
 )
 from shardwise.checkpoint.formats.source import (
+    Deferred,
     Extent,
     ExtentSource,
     ReadWindow,
@@ -68,7 +70,10 @@ _MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
 _FEW = 1 << 16
 _MAX_VALUE = 1 << 24
 _MAX_FILE = 1 << 32  # bytes, after which another file is begun
-_OPTIMIZER = frozenset({"optimizer", "optimizers", "optim"})
+_ACCELERATE = ("pytorch_model_fsdp", "optimizer")  # folders, each with a number
+_META = "meta.pt"  # what Lightning Fabric saves beside, and where it goes
+_BESIDE: StatePath = ("extra", "meta")
+_GROUPS: StatePath = ("optimizer", "param_groups")
 _PLAIN = bool | int | float | complex | str | bytes | torch.dtype | None  # values, not tensors
 
 
@@ -98,19 +103,21 @@ class Item:
         path: the keys that led to it in the saved state.
         info: dtype and shape of the tensor; ``None`` for a value.
         chunks: the chunks of a tensor; a single one for a value.
+        folder: the folder that its files are in.
     """
 
     key: str
     path: StatePath
     info: TensorInfo | None
     chunks: tuple[Chunk, ...]
+    folder: Path = Path()
 
 
 class DcpSource(ExtentSource):
     """A checkpoint that ``torch.distributed.checkpoint.save`` wrote.
 
-    State saved under ``model`` and ``optimizer`` (or ``optimizers``, or ``optim``) is taken as
-    that. A state dict saved alone is taken as a model. Everything else is ``extra``.
+    :mod:`.layouts` says what is taken as the model and the optimizer. Everything else is ``extra``,
+    and is read when it is asked for.
 
     Args:
         where: its folder.
@@ -125,18 +132,56 @@ class DcpSource(ExtentSource):
         super().__init__(where)
         self._current: StatePath | None = None
         self._extents: Sequence[Extent] = ()
-        items = read_metadata(where)
-        self._items = dict(zip(_sections(items), items, strict=True))
+        items = [item for folder in folders_of_dcp(where) for item in read_metadata(folder)]
+        tensors = frozenset(item.path for item in items if item.info is not None)
+        self._items = dict(
+            zip(sections([item.path for item in items], tensors), items, strict=True)
+        )
         if len(self._items) < len(items):
             raise CheckpointError(f"{where / METADATA}: two entries have the same name")
+        self._settings = flat_groups(self._items)
+        flat = {path for each in self._settings.values() for path in each.values()}
         self.tensors = {
-            path: item.info for path, item in self._items.items() if item.info is not None
+            path: item.info
+            for path, item in self._items.items()
+            if item.info is not None and path not in flat
         }
+        values = [p for p, item in self._items.items() if item.info is None and p not in flat]
+        values += [_GROUPS] if flat else []
+        values += [_BESIDE] if (where / _META).is_file() else []
+        self.values = Deferred(values, self._value)
 
-    @functools.cached_property
-    def values(self) -> Mapping[StatePath, Any]:  # type: ignore[override]
-        """The values stored beside tensors, by path."""
-        return {path: self._value(item) for path, item in self._items.items() if item.info is None}
+    def _value(self, path: StatePath) -> Any:
+        """Read a value; what others have is not looked at."""
+        if path == _GROUPS and self._settings:
+            return list(
+                grouped(
+                    (name, {key: self._setting(at) for key, at in each.items()})
+                    for name, each in self._settings.items()
+                )
+            )
+        if path == _BESIDE:
+            return _plain(read_tree(self.where / _META), f"{self.where / _META}")
+        item = self._items[path]
+        (chunk,) = item.chunks
+        file = item.folder / chunk.file
+        if chunk.length > _MAX_VALUE:
+            raise CheckpointError(
+                f"{file}, {item.key}: found a value of {chunk.length:,} bytes, expected "
+                f"at most {_MAX_VALUE:,}"
+            )
+        return _plain(read_tree(file, chunk.offset, chunk.length), f"{file}, {item.key}")
+
+    def _setting(self, path: StatePath) -> Any:
+        """A setting of an optimizer, which may be a tensor with one element."""
+        info = self._items[path].info
+        if info is None:
+            return self._value(path)
+        if info.numel != 1:
+            refuse(f"{self.where}, {dotted(path)}", info, "a single number")
+        found = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        self.read(path, full_box(info.shape), found)
+        return found.item()
 
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:
         """Where a tensor is stored; remembered for the tensor that is being read."""
@@ -148,7 +193,7 @@ class DcpSource(ExtentSource):
 
     def _extent(self, item: Item, chunk: Chunk) -> Extent:
         """Where the elements of a chunk are stored, according to the chunk's own header."""
-        file = self.where / chunk.file
+        file = item.folder / chunk.file
         stored = read_tree(file, chunk.offset, chunk.length)
         where = f"{file}, {item.key} at byte {chunk.offset}"
         assert item.info is not None
@@ -161,45 +206,38 @@ class DcpSource(ExtentSource):
             )
         return Extent(chunk.box, file, stored.start, stored.strides, stored.bits)
 
-    def _value(self, item: Item) -> Any:
-        (chunk,) = item.chunks
-        file = self.where / chunk.file
-        if chunk.length > _MAX_VALUE:
-            raise CheckpointError(
-                f"{file}, {item.key}: found a value of {chunk.length:,} bytes, expected "
-                f"at most {_MAX_VALUE:,}"
-            )
-        value = read_tree(file, chunk.offset, chunk.length)
-        if not all(isinstance(each, _PLAIN) for each in held_in(value)):
-            raise CheckpointError(
-                f"{file}, {item.key}: found tensors inside a value, expected plain values"
-            )
-        return value
+
+def folders_of_dcp(where: Path) -> list[Path]:
+    """The folders of torch's format that a checkpoint consists of.
+
+    That is one; or, as Accelerate and ``Trainer`` write it, one for the model and one for the
+    optimizer. There is none if it is no such checkpoint.
+
+    Raises:
+        CheckpointError: there are several models.
+    """
+    if (where / METADATA).exists():
+        return [where]
+    models = sorted(each.parent for each in where.glob(f"{_ACCELERATE[0]}_*/{METADATA}"))
+    if len(models) > 1:
+        names = ", ".join(each.name for each in models)
+        raise CheckpointError(f"{where}: found several models: {names}; name one of the folders")
+    optimizers = [each.parent for each in where.glob(f"{_ACCELERATE[1]}_*/{METADATA}")]
+    return models + (optimizers if len(optimizers) == 1 else []) if models else []
 
 
-def _sections(items: Sequence[Item]) -> list[StatePath]:
-    """The paths of a foreign checkpoint, changed to begin with model, optimizer or extra."""
-    paths = [item.path for item in items]
-    first = {path[0] for path in paths}
-    if len(first) == 1 and "model" not in first and all(len(path) > 1 for path in paths):
-        inner = {path[1] for path in paths}
-        if "model" in inner:  # one object held model and optimizer
-            paths, first = [path[1:] for path in paths], inner
-    if "model" not in first and not first & _OPTIMIZER:
-        # A model's state dict, saved alone; anything but tensors was saved beside it.
-        return [
-            ("model" if item.info is not None else "extra", *path)
-            for item, path in zip(items, paths, strict=True)
-        ]
-    return [_section(path) for path in paths]
+def _plain(value: Any, where: str) -> Any:
+    """Check that a value has plain values alone; bytes that were in a file in memory are bytes."""
+    value = replaced_in(value, _contents)
+    if not all(isinstance(each, _PLAIN) for each in held_in(value)):
+        raise CheckpointError(f"{where}: found tensors inside a value, expected plain values")
+    return value
 
 
-def _section(path: StatePath) -> StatePath:
-    if len(path) > 1 and path[0] == "model":
-        return path
-    if len(path) > 1 and path[0] in _OPTIMIZER:
-        return ("optimizer", *path[1:])
-    return path if len(path) > 1 and path[0] == "extra" else ("extra", *path)
+def _contents(value: Any) -> Any:
+    """The bytes of a file in memory; anything else as it is."""
+    state = value.state if _is_a(value, io.BytesIO) else None
+    return state[0] if isinstance(state, tuple) and state else value
 
 
 def write_dcp(folder: Path, source: Source, window: ReadWindow) -> None:
@@ -353,7 +391,7 @@ def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
             if place is None and box is None:
                 place = places.get((key, _text(())))
             chunks.append(_chunk(place, box, where, file.parent, sizes))
-        items.append(Item(key, path, info, tuple(chunks)))
+        items.append(Item(key, path, info, tuple(chunks), file.parent))
     held, needed = sum(sizes.values()), sum(each.length for item in items for each in item.chunks)
     if needed > held:
         refuse(f"{file}, chunks", f"{needed:,} bytes in all", f"at most {held:,}, as in its files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -10,12 +11,29 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
 from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
+from shardwise.checkpoint.formats.rank_files import (
+    RankFiles,
+    RankSource,
+    files_beside,
+    is_rank_file,
+    sets_of_rank_files,
+)
 from shardwise.checkpoint.formats.source import Source
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
 _PARTS = "shard-*-model-*-of-*.safetensors"  # of tensors, which torch writes on each rank
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_LIGHTNING = ".ckpt"  # as torch.save writes it
+# What programs save a model as in a folder, with torch.save.
+_TORCH_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin")
+#: Files of programs whose folders are not read: what they are, and what to do.
+_FOREIGN = {
+    "**/*_optim_states.pt": "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a "
+    "model of them",
+    "pytorch_model_fsdp*_rank*.bin": "Accelerate, one for each rank, which do not say where a "
+    "shard is in its tensor; save with SHARDED_STATE_DICT and use_dcp, or FULL_STATE_DICT",
+}
 
 
 class Format(Enum):
@@ -25,6 +43,7 @@ class Format(Enum):
     DCP = "dcp"
     HF = "hf"
     TORCH = "torch"
+    RANKS = "ranks"
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -39,15 +58,41 @@ def find_checkpoint(path: Path) -> Path:
     """
     if not path.exists():
         raise CheckpointError(f"{path}: found nothing there, expected a checkpoint")
+    if format_of(path) is Format.RANKS:
+        return _rank_files(path)[0]
     if format_of(path) is not None:
         return path
     newest = latest(steps_root(path))
     if newest is not None:
         return newest
+    for name in _TORCH_FILES:
+        if (path / name).is_file():
+            return path / name
+    for pattern, what in _FOREIGN.items():
+        if found := next(path.glob(pattern), None):
+            raise CheckpointError(f"{found}: found files of {what}")
     raise CheckpointError(
         f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
-        "a .safetensors file (hf), a file of torch.save, or step-... folders, one of them complete"
+        "a .safetensors file (hf), a file of torch.save, files of all ranks, or step-... folders, "
+        "one of them complete"
     )
+
+
+def _rank_files(path: Path) -> list[Path]:
+    """The files of all ranks that the file of one rank, or their folder, stands for.
+
+    Raises:
+        CheckpointError: there are several checkpoints in the folder.
+    """
+    if path.is_file():
+        return files_beside(path)
+    found = sets_of_rank_files(path)
+    if len(found) != 1:
+        names = ", ".join(files[0].name for files in found[:4])
+        raise CheckpointError(
+            f"{path}: found the files of ranks of {len(found)} checkpoints: {names}; name a file"
+        )
+    return found[0]
 
 
 def find_tokenizer(path: Path) -> Path | None:
@@ -76,15 +121,17 @@ def format_of(path: Path) -> Format | None:
     if path.is_file():
         if path.suffix == ".safetensors":
             return Format.HF
-        return Format.TORCH if path.suffix in TORCH_SUFFIXES else None
+        if is_rank_file(path):
+            return Format.RANKS
+        return Format.TORCH if path.suffix in (*TORCH_SUFFIXES, _LIGHTNING) else None
     shards = {*path.glob("shard-*-of-*.safetensors")} - {*path.glob(_PARTS)}
     if shards or (path / MANIFEST).exists():
         return Format.SHARDWISE  # even without a manifest, so that the error says so
-    if (path / _DCP).exists():
+    if (path / _DCP).exists() or any(path.glob(f"pytorch_model_fsdp_*/{_DCP}")):
         return Format.DCP
     if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
         return Format.HF
-    return None
+    return Format.RANKS if sets_of_rank_files(path) else None
 
 
 def open_source(path: Path) -> Source:
@@ -113,6 +160,8 @@ def open_source(path: Path) -> Source:
             from shardwise.checkpoint.formats.dcp import DcpSource
 
             return DcpSource(path)
+        case Format.RANKS:
+            return open_rank_files(_rank_files(path))
         case Format.TORCH:
             from shardwise.checkpoint.formats.torchfile import TorchSource
 
@@ -121,3 +170,18 @@ def open_source(path: Path) -> Source:
             from shardwise.checkpoint.formats.hf import HfSource
 
             return HfSource(path)
+
+
+def open_rank_files(files: Sequence[Path]) -> RankSource:
+    """Open the files of all ranks: ours, or those of PyTorch/XLA's FSDP.
+
+    Args:
+        files: paths of the files, in any order.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, hostile, or of another checkpoint; or the parts
+            of a tensor do not cover it.
+    """
+    from shardwise.checkpoint.formats.torch_xla import XlaFiles, is_of_xla  # only for theirs
+
+    return XlaFiles(files) if is_of_xla(files[0]) else RankFiles(files)

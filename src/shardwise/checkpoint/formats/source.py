@@ -10,8 +10,9 @@ files, which an :class:`ExtentReader` reads. Pieces of our own format are read b
 from __future__ import annotations
 
 import abc
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -99,6 +100,33 @@ class Source(Closing, abc.ABC):
         if full.numel():
             self.read(path, full_box(info.shape), full)
         return full
+
+
+class Deferred(Mapping[StatePath, Any]):
+    """Values by path, each read when it is asked for: what nobody needs can be damaged, or code.
+
+    Args:
+        paths: the paths of all values.
+        read: called with a path, reads the value; raises ``CheckpointError`` if it cannot be read.
+    """
+
+    def __init__(self, paths: Iterable[StatePath], read: Callable[[StatePath], Any]) -> None:
+        self._paths = dict.fromkeys(paths)
+        self._read = functools.cache(read)
+
+    def __getitem__(self, path: StatePath) -> Any:
+        if path not in self._paths:
+            raise KeyError(path)
+        return self._read(path)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._paths  # a mapping's own would read it
+
+    def __iter__(self) -> Iterator[StatePath]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 class ReadWindow:

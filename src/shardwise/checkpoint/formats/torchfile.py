@@ -15,6 +15,7 @@ Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import zlib
@@ -44,6 +45,7 @@ from shardwise.checkpoint.formats.archive import Archive, Record, write_checksum
 from shardwise.checkpoint.formats.pickles import (
     AttributedDict,
     Constructor,
+    PickledObject,
     PickleError,
     load,
     object_constructor,
@@ -119,6 +121,11 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     try:
         tree = load(data, names.find, _MOST_STEPS, names.storage, length)
     except PickleError as error:
+        if b"torch.distributed._shard.sharded_tensor" in data:
+            raise CheckpointError(
+                f"{path}: is a rank's local or sharded state dict of torch's FSDP1, whose shards "
+                "torch.load alone can read; save it with torch.distributed.checkpoint"
+            ) from None
         raise CheckpointError(
             f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
@@ -170,6 +177,7 @@ class _PickledNames:
                 *args[:4], *(None, *args[6:7])
             ),
             ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:8]),
+            ("_rebuild_device_tensor_from_cpu_tensor", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_wrapper_subclass", _UTILS): _Shard,
@@ -187,6 +195,8 @@ class _PickledNames:
             value = getattr(torch, name, None)
             if isinstance(value, torch.dtype):
                 return value
+        if (module, name) == ("_io", "BytesIO"):
+            return object_constructor(name, io.BytesIO)
         if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
         return None
@@ -419,7 +429,7 @@ class TorchSource(ExtentSource):
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
         self.tensors = {path: stored.info for path, stored in self._stored.items()}
         self.values = dict(_extra_states(("model",), model))
-        self.versions = _versions(model)
+        self.versions = versions_of(model)
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
@@ -436,7 +446,7 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             yield from _tensors((*path, key), item, where)
     elif isinstance(tree, StoredTensor):
         yield path, tree
-    elif isinstance(tree, StoredShard):
+    elif isinstance(tree, StoredShard | PickledObject):
         raise CheckpointError(
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
@@ -452,7 +462,7 @@ def _extra_states(path: StatePath, tree: Mapping[Any, Any]) -> Iterator[tuple[St
                     yield inner, value
 
 
-def _versions(tree: Mapping[Any, Any]) -> dict[str, int]:
+def versions_of(tree: Mapping[Any, Any]) -> dict[str, int]:
     """The versions of modules that ``nn.Module.state_dict`` notes beside their state."""
     attributes = tree.attributes if isinstance(tree, AttributedDict) else None
     noted = attributes.get("_metadata") if isinstance(attributes, dict) else None

@@ -15,6 +15,7 @@ from shardwise.checkpoint.disk.files import size_of
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
+from shardwise.checkpoint.formats.rank_files import files_beside, sets_of_rank_files
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 
 _LOOKS = 50  # attempts to list a folder that a run changes at the same time
@@ -64,6 +65,9 @@ def list_checkpoints(path: Path) -> list[Listed]:
     found = _look_around(steps_root(path))
     if found:
         return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.path))
+    sets = sets_of_rank_files(path)
+    if sets and format_of(path) is Format.RANKS:
+        return [_look(files[0]) for files in sets]
     if format_of(path) is not None:
         return [_look(path)]
     if path.exists() and not path.is_dir():
@@ -154,6 +158,10 @@ def _step_of(folder: Path) -> int | None:
 def _look(path: Path) -> Listed:
     form, problem, saved = format_of(path), "", dict[str, Any]()
     nbytes = path.stat().st_size if path.is_file() else size_of(path)
+    if path.is_file() and form is Format.RANKS:
+        files = files_beside(path)
+        saved = {"world_size": len(files)}
+        nbytes = sum(file.stat().st_size for file in files)
     try:
         if is_partial(path):
             problem = "is being written or deleted, or was left by a killed process"
