@@ -297,6 +297,23 @@ def _read(path: Path) -> dict[str, Tensor]:
         return {str(each[1]): source.full(each) for each in source.tensors if each[0] == "model"}
 
 
+@pytest.mark.parametrize("state", [{}, {0: {"momentum_buffer": None}}])
+def test_an_optimizer_without_tensors_comes_over(tmp_path: Path, state: dict[int, Any]) -> None:
+    for rank in range(2):
+        saved = torch.load(rank_file(f"{FILES}/flat", rank, 2), weights_only=True)
+        groups = torch.optim.SGD([torch.ones(2)], lr=0.5).state_dict()["param_groups"]
+        groups[0]["params"] = [0, 1]
+        saved["optimizer"] = {"state": state, "param_groups": groups}
+        torch.save(saved, rank_file(f"{tmp_path}/flat", rank, 2))
+
+    convert(rank_file(f"{tmp_path}/flat", 0, 2), tmp_path / "ours", Format.SHARDWISE)
+
+    model = Net(scalar=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    checkpoint.load(tmp_path / "ours", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 # ---- files that do not tell the truth ----
 
 

@@ -210,20 +210,20 @@ class DcpSource(ExtentSource):
 def folders_of_dcp(where: Path) -> list[Path]:
     """The folders of torch's format that a checkpoint consists of.
 
-    That is one; or, as Accelerate and ``Trainer`` write it, one for the model and one for the
-    optimizer. There is none if it is no such checkpoint.
+    That is its own; or, as Accelerate and ``Trainer`` write it, one for the model and one for the
+    optimizer.
 
     Raises:
         CheckpointError: there are several models.
     """
-    if (where / METADATA).exists():
-        return [where]
     models = sorted(each.parent for each in where.glob(f"{_ACCELERATE[0]}_*/{METADATA}"))
+    if not models or (where / METADATA).exists():
+        return [where]
     if len(models) > 1:
         names = ", ".join(each.name for each in models)
         raise CheckpointError(f"{where}: found several models: {names}; name one of the folders")
     optimizers = [each.parent for each in where.glob(f"{_ACCELERATE[1]}_*/{METADATA}")]
-    return models + (optimizers if len(optimizers) == 1 else []) if models else []
+    return models + (optimizers if len(optimizers) == 1 else [])
 
 
 def _plain(value: Any, where: str) -> Any:
