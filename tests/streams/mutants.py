@@ -77,7 +77,6 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/delivery.py _run_hook_on: beside.record_event()": "all_reduce_hook_with_stream",
     "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
-    "optim/norms.py _local_norm: torch.full((), nothing, dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: offload.wait()": "offload_pinned",
     "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",

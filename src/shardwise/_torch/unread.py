@@ -161,7 +161,8 @@ class Unread(torch.Tensor):
 def settle(modules: Iterable[nn.Module]) -> None:
     """Give modules tensors of torch's own in place of those that they took as they were."""
     for module in modules:
-        for table in (module._parameters, module._buffers, module.__dict__):
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers, module.__dict__
+        for table in tables:
             for name, value in [*table.items()]:
                 if isinstance(value, Unread):
                     table[name] = value.settled()

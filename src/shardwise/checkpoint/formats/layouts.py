@@ -76,8 +76,9 @@ def _optimizer_keys(paths: Iterable[StatePath]) -> list[str | int]:
     for path in paths:
         inside.setdefault(path[0], set()).add(str(path[1]).partition(".")[0] if path[1:] else "")
     named: list[str | int] = [key for key in inside if key in _OPTIMIZERS]
-    alike = [key for key, parts in inside.items() if "param_groups" in parts <= set(_PARTS)]
-    return named or alike
+    if named:
+        return named
+    return [key for key, parts in inside.items() if "param_groups" in parts <= set(_PARTS)]
 
 
 def _below(path: StatePath) -> StatePath:

@@ -250,7 +250,8 @@ class XlaFiles(RankSource):
             for box in boxes_of_span(member.shape, first - member.first, end - member.first):
                 at = member.first + box.span(member.shape)[0] - begin
                 start = each.start + at * step * each.info.itemsize
-                found.append(Extent(box, rank.path, start, tuple(step * n for n in steps)))
+                strides = tuple(step * n for n in steps)
+                found.append(Extent(box, rank.path, start, strides, each.bits))
         return found
 
     def _rows(self, member: Member, stored: Sequence[StoredTensor]) -> list[Extent]:
@@ -261,7 +262,7 @@ class XlaFiles(RankSource):
             rows = min(each.info.shape[0], member.shape[0] - begin) if member.shape else 0
             box = Box((begin, *(0 for _ in each.info.shape[1:])), (rows, *each.info.shape[1:]))
             if rows > 0 and box.numel:
-                found.append(Extent(box, rank.path, each.start, each.strides))
+                found.append(Extent(box, rank.path, each.start, each.strides, each.bits))
         return found
 
     def _copied(self, path: StatePath, tree: Any) -> Any:
@@ -279,7 +280,8 @@ class XlaFiles(RankSource):
     def _whole(self, path: StatePath, stored: StoredTensor, dtype: str) -> Placeholder:
         """Add a tensor of the first rank, to be read in a dtype."""
         box = full_box(stored.info.shape)
-        extents = [Extent(box, self.where, stored.start, stored.strides)] if box.numel else []
+        extent = Extent(box, self.where, stored.start, stored.strides, stored.bits)
+        extents = [extent] if box.numel else []
         return self.hold(path, TensorInfo(dtype, stored.info.shape), extents)
 
     # ---- the optimizer ----

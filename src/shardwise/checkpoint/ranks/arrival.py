@@ -129,8 +129,9 @@ class Arrival:
         if not self._renames():
             known = (own.keys() | self._extra) - self._left_out
             self._check_names(known - self._values.keys(), self._values.keys() - known)
-        for name in own.keys() & self._values.keys():
-            self._check_shape(name, self._values[name], own[name])
+        for name in own:  # in order, so that all ranks name the same one
+            if name in self._values:
+                self._check_shape(name, self._values[name], own[name])
 
     def load(self, versions: Mapping[str, int] | None = None) -> None:
         """Load the values. No rank waits for another.
