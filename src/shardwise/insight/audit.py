@@ -272,9 +272,11 @@ class _Comparison:
             self._compare_random(mesh, call, made)
             return result
         expected = call.with_tensors(before)
-        full = [_full(each) if isinstance(each, DTensor) else each for each in made]
-        found = self._lost_write(call) or self.misplaced_gradient()
-        different = found or (expected and _difference(call, full, expected))
+        full: list[Any] = []
+        found = different = self._lost_write(call) or self.misplaced_gradient()
+        if expected is not None:
+            full = [_full(each) if isinstance(each, DTensor) else each for each in made]
+            different = found or _difference(call, full, expected)
         reports = self._ranks.meet(mesh, call.doing, (different, _memory(call, made))).values()
         self._follow(call, made, [memory for _, memory in reports])
         if expected is not None and any(each for each, _ in reports):
