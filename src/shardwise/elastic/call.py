@@ -34,6 +34,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import RankFailedError, lost_peer_behind
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
@@ -94,6 +95,7 @@ def launch(
             traceback of the rank.
         KeyboardInterrupt: the ranks were stopped.
     """
+    check_arguments(launch, locals())
     _check(function, args, nproc, max_restarts)
     with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as name:
         folder = Path(name)
