@@ -58,7 +58,9 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> N
         TypeError: an argument has another type; the message names it.
     """
     for name, expected in _expected(function).items():
-        _check(name, given[name], expected)
+        several = given[name[2:]] if name.startswith("**") else {name: given[name]}
+        for each, value in several.items():
+            _check(each, value, expected)
 
 
 def check_seconds(name: str, value: float) -> None:
@@ -98,9 +100,9 @@ def _expected(function: Any) -> dict[str, Any]:
     names = vars(sys.modules[made.__module__])
     found = {}
     for name, each in inspect.signature(made).parameters.items():
-        several = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if several or each.annotation is each.empty:
+        if each.kind is each.VAR_POSITIONAL or each.annotation is each.empty:
             continue
+        name = f"**{name}" if each.kind is each.VAR_KEYWORD else name
         # What is imported for type checkers alone is not there.
         with contextlib.suppress(NameError, AttributeError, TypeError):
             text = each.annotation
@@ -124,7 +126,7 @@ def _fits(value: Any, expected: Any) -> bool:
     if not isinstance(kind, type) or kind in _FREE:
         return kind is not collections.abc.Callable or callable(value)
     if issubclass(kind, enum.Enum):
-        return isinstance(value, kind) or value in [each.value for each in kind]
+        return isinstance(value, kind | str)  # functions know what names stand for
     if kind in (int, float):
         return isinstance(value, SupportsIndex if kind is int else SupportsIndex | SupportsFloat)
     if kind is os.PathLike or issubclass(kind, os.PathLike):
@@ -159,7 +161,8 @@ def _in_words(expected: Any) -> str:
     if name in _WORDS:
         return _WORDS[name]
     if name in ("list", "Iterable", "Collection", "Sequence"):
-        return f"a list, each {_in_words(parts[0])}" if parts and parts[0] is not Any else "a list"
+        each = f", each {_in_words(parts[0])}" if parts and parts[0] is not Any else ""
+        return f"a {'list or tuple' if name == 'Sequence' else 'list'}{each}"
     return _a(name)
 
 

@@ -92,6 +92,7 @@ class Streaming:
 
     def __post_init__(self) -> None:
         check_arguments(type(self), vars(self))
+        object.__setattr__(self, "overlapped", Overlapped(self.overlapped))
         if not self.fragments >= 1:
             raise NotPossibleError("fragments", self.fragments, "1 or more")
         if not self.overlap >= 0:

@@ -255,8 +255,9 @@ def move(
     ranks = Ranks(group_for(group))
 
     def depart() -> Departure | None:
-        is_here = source is None or isinstance(source, Departure)
-        return source if is_here else Departure(source, extra, doing)
+        if source is None or isinstance(source, Departure):
+            return source
+        return Departure(source, extra, doing)
 
     def is_target() -> bool:
         check_arguments(move, given)
@@ -305,10 +306,10 @@ def move(
 
         found = ranks.all(doing, end)
     except BaseException:
-        for model in (leaving and leaving.model, target and target[0]):
-            if model is not None:
-                _lose(model, doing)
+        if target is not None:
+            _lose(target[0], doing)
         if leaving is not None:
+            _lose(leaving.model, doing)
             leaving.leave()
         raise
     if leaving is not None and (target is None or leaving.model is not target[0]):

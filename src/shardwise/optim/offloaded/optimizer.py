@@ -87,7 +87,7 @@ def offload(
             f"offload: the step of {type(optimizer).__name__} needs a closure, so it cannot be "
             "made with some parameters after others; expected an optimizer whose step does not"
         )
-    if masters is not None and not (isinstance(masters, torch.dtype) and masters.is_floating_point):
+    if masters is not None and not masters.is_floating_point:
         raise ValueError(
             f"offload: found masters={masters!r}, expected a floating-point dtype such as "
             "torch.float32, or None"
