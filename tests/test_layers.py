@@ -43,7 +43,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["lazy", "mixing", "optim_names", "places", "portions"],
+        ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["devices"],

@@ -199,8 +199,8 @@ def test_compares_both_runtimes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--runtime jax", "--runtime: found 'jax', expected one of shardwise, torch"),
         ("--runtime torch --transport shm", "--transport: found shm, expected none given"),
-        ("--runtime torch --wire int8", "found"),
-        ("--runtime torch --step-in-backward", "found in-backward"),
+        ("--runtime torch --wire reduce=int8", "--wire: found gather=fp32,reduce=int8"),
+        ("--runtime torch --step-in-backward", "--step-in-backward: found in-backward"),
         ("--compare --fit 1GiB", "--compare: found --fit beside it"),
         ("--compare --html x.html", "--compare: found --html beside it"),
     ],

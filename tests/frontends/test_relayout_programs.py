@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +31,14 @@ from shardwise import (
     MixedPrecisionPolicy,
     checkpoint,
     fully_shard,
+    materialize,
     optim,
     relayout,
 )
 from shardwise.base.errors import CheckpointError, MisuseError
 from shardwise.checkpoint.ranks import moving
 from shardwise.checkpoint.ranks.state import strategy_of
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.peers import new_group
 from tests.worlds import on_processes, on_threads
@@ -589,3 +592,74 @@ def test_a_rank_that_fails_is_named_on_all(rank: int, world_size: int, what: str
     error = pytest.raises(CheckpointError, match="relayout: rank 1: RuntimeError: broken memory")
     with failing if rank == 1 else nullcontext(), error:
         relayout(model, mesh=mesh)
+
+
+def _fails_on_rank_1(real: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory left")
+        return real(*args, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(optim.whole, torch.optim.AdamW)])
+@on_threads(2)
+def test_a_relayout_that_fails_on_a_rank_before_anything_moves_changes_nothing(
+    rank: int,
+    world_size: int,
+    make: Callable[..., torch.optim.Optimizer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharded(mesh_of(2))
+    optimizer = make(model.parameters())
+    steps(model, optimizer)
+    before = whole(model, optimizer)
+    monkeypatch.setattr(moving, "allocate", _fails_on_rank_1(moving.allocate))
+    with pytest.raises(CheckpointError, match="rank 1: MemoryError"):
+        relayout(model, optimizer, strategy="no-shard")
+    assert_same(whole(model, optimizer), before)
+    steps(model, optimizer)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(optim.whole, torch.optim.AdamW)])
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [
+        (moving.Departure, "let_go"),
+        (moving._Arrivals, "__init__"),
+        (ShardedParam, "fill_place"),
+        (moving._Arrivals, "install"),
+    ],
+)
+@on_threads(2)
+def test_a_training_that_a_relayout_has_lost_says_so_wherever_it_is_used(
+    rank: int,
+    world_size: int,
+    make: Callable[..., torch.optim.Optimizer],
+    owner: type,
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharded(mesh_of(2))
+    optimizer = make(model.parameters())
+    steps(model, optimizer)
+    checkpoint.save(tmp_path / "good", model, optimizer)
+    monkeypatch.setattr(owner, part, _fails_on_rank_1(getattr(owner, part)))
+    with pytest.raises(CheckpointError, match="rank 1: MemoryError"):
+        relayout(model, optimizer, strategy="no-shard")
+    lost = r"were lost when relayout failed; build the model and the optimizer again, and load a "
+    for use in (
+        lambda: model(torch.ones(2, 8)),
+        optimizer.step,
+        lambda: materialize(model),
+        lambda: checkpoint.save(tmp_path / "lost", model, optimizer),
+        lambda: checkpoint.load(tmp_path / "good", model, optimizer),
+        lambda: relayout(model, optimizer, strategy="full"),
+    ):
+        with pytest.raises((MisuseError, CheckpointError), match=lost):
+            use()
+    again = sharded(mesh_of(2))
+    checkpoint.load(tmp_path / "good", again, fresh := make(again.parameters()))
+    steps(again, fresh)

@@ -343,7 +343,7 @@ def test_what_a_wire_cannot_encode_is_refused_by_name(rank: int, world_size: int
         ValueError, match=r"'hosts' \(fully_shard\(Net\) on rank \d\), expected one of 'dp'"
     ):
         fully_shard(Net(), mesh=mesh, wire={"hosts": INT8})
-    with pytest.raises(TypeError, match="expected a Wire, or a mapping"):
+    with pytest.raises(TypeError, match="wire: found 'int8', expected a Wire or a dict or None"):
         fully_shard(Net(), wire="int8")  # type: ignore[call-overload]
     net: Any = fully_shard(Net(), transport="c10d", wire=INT8)
     with pytest.raises(MisuseError, match=r"gather='int8'.*Wire\(gather='fp32', ...\)"):

@@ -280,7 +280,7 @@ def test_nobody_waits_at_the_end_for_a_rank_whose_block_ended_otherwise(
 
 @pytest.mark.parametrize("patience", [0, -1.0, math.inf, math.nan])
 def test_patience_is_a_time(patience: float) -> None:
-    with pytest.raises(ValueError, match=r"patience: found .* expected seconds above 0"):
+    with pytest.raises(ValueError, match=r"patience: found .* expected seconds, a number above 0"):
         timeline.record(patience=patience)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import PeerLostError
 from shardwise.base.optim_names import names_in_order
 from shardwise.diloco import members, state
@@ -101,6 +102,7 @@ class DiLoCo(AroundOptimizer):
         error_feedback: bool | None = None,
         streaming: Streaming | None = None,
     ) -> None:
+        check_arguments(DiLoCo.__init__, locals())
         super().__init__(inner)
         self._outer = outer or OuterSGD()
         self._streaming = streaming or Streaming()

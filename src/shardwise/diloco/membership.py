@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
 from shardwise.base import plain
+from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco.coordinator import (
     NUMBERS_PER_SERVER,
@@ -75,6 +76,10 @@ class Quorum:
     token: str = ""
     timeout: float = TIMEOUT
 
+    def __post_init__(self) -> None:
+        check_arguments(type(self), vars(self))
+        check_seconds("timeout", self.timeout)
+
 
 class Wish(enum.IntEnum):
     """What the plan asks of a replica between two steps."""
@@ -104,8 +109,6 @@ class ReplicaSession:
         replica, timeout = quorum.replica, quorum.timeout
         if replica < 0:
             raise ValueError(f"replica: found {replica}, expected 0 or more")
-        if not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout: found {timeout}, expected seconds, a number above 0")
         self.replica = replica
         self.timeout = timeout
         endpoint = parse_endpoint(quorum.server)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from shardwise.base import plain
+from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import listening
@@ -67,11 +68,11 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
         start_timeout: float = 60.0,
         report: Callable[[Event], object] = lambda event: None,
     ) -> None:
+        check_arguments(QuorumServer.__init__, locals())
         if replicas < 1:
             raise ValueError(f"replicas: found {replicas}, expected 1 or more")
         for name, seconds in (("deadline", deadline), ("start_timeout", start_timeout)):
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"{name}: found {seconds}, expected seconds, a number above 0")
+            check_seconds(name, seconds)
         listener = listening(address, port)
         self.port = int(listener.getsockname()[1])
         first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER

@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import NotPossibleError
 from shardwise.transport.wire import WireFormat as WireFormat
 
@@ -33,6 +34,7 @@ class OuterSGD:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        check_arguments(type(self), vars(self))
         # Conditions are written so that NaN fails every one of them.
         if not 0 < self.lr < math.inf:
             raise NotPossibleError("outer lr", self.lr, "a number above 0")
@@ -89,6 +91,8 @@ class Streaming:
     overlapped: Overlapped = Overlapped.MIXED
 
     def __post_init__(self) -> None:
+        check_arguments(type(self), vars(self))
+        object.__setattr__(self, "overlapped", Overlapped(self.overlapped))
         if not self.fragments >= 1:
             raise NotPossibleError("fragments", self.fragments, "1 or more")
         if not self.overlap >= 0:

@@ -34,6 +34,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import RankFailedError, lost_peer_behind
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
@@ -94,7 +95,8 @@ def launch(
             traceback of the rank.
         KeyboardInterrupt: the ranks were stopped.
     """
-    _check(function, args, nproc, max_restarts)
+    check_arguments(launch, locals())
+    _check(nproc, max_restarts)
     with tempfile.TemporaryDirectory(prefix="shardwise-launch-") as name:
         folder = Path(name)
         (folder / "start.py").write_text(_START)
@@ -111,12 +113,7 @@ def launch(
 # -- the caller ------------------------------------------------------------------------------------
 
 
-def _check(function: object, args: object, nproc: int, max_restarts: int) -> None:
-    if not callable(function):
-        raise TypeError(f"function: found {function!r}, expected a function")
-    if not isinstance(args, tuple | list):
-        expected = "a tuple of the function's arguments, as (x,) for one"
-        raise TypeError(f"args: found {type(args).__name__}, expected {expected}")
+def _check(nproc: int, max_restarts: int) -> None:
     for name, number, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
         if not isinstance(number, int) or number < least:
             raise ValueError(f"{name}: found {number!r}, expected a whole number, {least} or more")

@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from shardwise.base.arguments import check_arguments
 from shardwise.elastic.errors import Stopped, say, signal_name
 from shardwise.elastic.rank import STOP_SIGNALS, StopSignals
 from shardwise.elastic.world import launched_here
@@ -50,6 +51,7 @@ class GracefulStop:
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
+        check_arguments(GracefulStop.__init__, locals())
         self._group = group
         self._signals = StopSignals()
         self._signum = 0  # the signal that the ranks agreed on

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwise._torch import autograd, fsdp
+from shardwise.base.arguments import check_arguments
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import Checkpointing, Runtime
 from shardwise.sharding.state import gather_in_order, groups_of
@@ -62,6 +63,7 @@ def checkpoint_module(
     Returns:
         ``module``.
     """
+    check_arguments(checkpoint_module, locals())
     if _MARK in module.__dict__:
         return module
     inner = module.__dict__.get("forward")  # that of an earlier patch, if there is one

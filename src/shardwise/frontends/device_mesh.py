@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
 from shardwise.transport.peers import make_together
 
@@ -39,6 +40,7 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
         PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
+    check_arguments(init_mesh, locals())
     if not dist.is_initialized():
         dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()

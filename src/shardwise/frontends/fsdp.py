@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise._torch import fsdp
+from shardwise.base.arguments import check_arguments
 from shardwise.checkpoint.ranks.xla import get_shard_metadata
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.module import FSDPModule
@@ -124,6 +125,7 @@ class FullyShardedDataParallel(OptimSavingModule):
         transport: str | None = None,
         wire: Wire | Mapping[str, Wire] | None = None,
     ) -> None:
+        check_arguments(FullyShardedDataParallel.__init__, locals())
         given = dict(locals())  # arguments by name, as the tables below list them
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         mesh = find_mesh(Strategy.of(strategy), process_group, device_mesh, device_id)

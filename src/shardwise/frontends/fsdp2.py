@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
@@ -131,6 +132,7 @@ def fully_shard(
     If the call raises, no module was changed.
     """
     # Check everything first, then make the new objects, then change the modules.
+    check_arguments(fully_shard, locals())
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
     _check_mp_policy(mp_policy)
     if order not in ("same", "own"):

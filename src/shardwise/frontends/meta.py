@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor, fsdp
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.units import listed
 from shardwise.frontends.summon import full_value
 from shardwise.sharding.allocate import (
@@ -67,6 +68,7 @@ def materialize(
         ValueError: ``init`` is not given, and a module with tensors on the meta device has no
             initialization of its own. Nothing was changed.
     """
+    check_arguments(materialize, locals())
     states = list(states_of(model))
     device = torch.device(compute_device(states) if device is None else device)
     visits = list(meta_tensors(model, states))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
@@ -716,6 +717,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: ``module`` has no such method.
     """
+    check_arguments(register_fsdp_forward_method, locals())
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
@@ -744,5 +746,6 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     Raises:
         ValueError: one of ``modules`` is not sharded by Shardwise.
     """
+    check_arguments(share_comm_ctx, locals())
     for module in modules:
         require_state(module)

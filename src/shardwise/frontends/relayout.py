@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
 from shardwise._torch import autograd, dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.moving import Training, check_between_steps, move
 from shardwise.frontends import device_mesh
@@ -55,7 +58,7 @@ def relayout(
       :func:`shardwise.checkpoint.transfer`.
 
     If it raises before anything has moved, nothing has changed. If a rank fails or is lost later,
-    build the model again, and load a checkpoint.
+    what uses the model raises an error: build it again, and load a checkpoint.
 
     Args:
         model: the model that ``fully_shard`` was applied to, all of it over one mesh.
@@ -72,10 +75,11 @@ def relayout(
         CheckpointError: a rank cannot do its part; the message names it and says why. Raised on
             every rank alike.
     """
+    given = locals()
     ranks = Ranks(group_for(group))
     own: Training = (model, optimizer)
     with autograd.no_grad():
-        claims = ranks.together(_DOING, lambda: _claim(own, mesh, strategy), _all_claims)
+        claims = ranks.together(_DOING, lambda: _claim(given), _all_claims)
         layout = ranks.all(_DOING, lambda: _Layout.of(model, mesh, strategy, group))
         move(
             own if dist.get_rank() in _holders(claims) else None,
@@ -266,20 +270,23 @@ class _Claim:
     mesh: list[object] | None
 
 
-def _claim(
-    training: Training,
-    mesh: DeviceMesh | None,
-    strategy: str | Strategy | ShardingStrategy | None,
-) -> _Claim:
+def _claim(given: Mapping[str, Any]) -> _Claim:
     """Check that the model can move, and say who holds it.
 
+    Args:
+        given: the arguments of :func:`relayout`.
+
     Raises:
+        TypeError: one has a wrong type.
         ValueError: nothing is sharded, or there is no such strategy.
         NotImplementedError: the model is sharded in a way that can only be built anew.
         MisuseError: there are gradients, or a forward or backward is under way, or a parameter
             cannot move from or to the meta device.
     """
-    model, optimizer = training
+    check_arguments(relayout, given)
+    model, optimizer, mesh, strategy = (
+        given[name] for name in ("model", "optimizer", "mesh", "strategy")
+    )
     named = None if strategy is None else _named(strategy)
     groups = list(groups_of(model))
     if not groups:

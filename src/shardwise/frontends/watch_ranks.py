@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch.fsdp import torch_groups
+from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.errors import RanksDivergedError
 from shardwise.frontends.torch_groups import Launch, collective_log, observed
 from shardwise.transport.collective_log import CollectiveLog
@@ -71,8 +71,8 @@ def watch_ranks(model: nn.Module, *, seconds: float = 300.0) -> Iterator[None]:
         RanksDivergedError: ranks have called different collectives, or one has waited for too long.
         PeerLostError: a rank is gone.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds: found {seconds}, expected a number above 0")
+    check_arguments(watch_ranks, locals())
+    check_seconds("seconds", seconds)
     groups = torch_groups(model)
     if not groups:
         raise ValueError(

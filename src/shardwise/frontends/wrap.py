@@ -49,6 +49,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from shardwise._torch import fsdp
+from shardwise.base.arguments import check_arguments
 
 __all__ = [
     "CustomPolicy",
@@ -126,6 +127,7 @@ class ModuleWrapPolicy(WrapPolicy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        check_arguments(ModuleWrapPolicy.__init__, locals())
         super().__init__(
             torch_wrap.transformer_auto_wrap_policy,
             transformer_layer_cls=tuple(dict.fromkeys(module_classes)),
@@ -145,6 +147,7 @@ class CustomPolicy:
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        check_arguments(CustomPolicy.__init__, locals())
         self._lambda_fn = lambda_fn
 
     def arguments(self, module: nn.Module, fqn: str) -> dict[str, Any] | None:
@@ -190,6 +193,7 @@ def or_policy(policies: Iterable[Callable[..., bool]]) -> WrapPolicy:
     Returns:
         The combined policy.
     """
+    check_arguments(or_policy, locals())
     return WrapPolicy(_any_policy, policies=tuple(policies))
 
 
@@ -294,6 +298,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Returns:
         The modules; an empty list if nothing in the model is repeated.
     """
+    check_arguments(repeated_blocks, locals())
     return list(_blocks_in(model, _Kind.COMPOSITE) or _blocks_in(model, _Kind.LAYER))
 
 
@@ -416,6 +421,7 @@ def apply_wrap(
     Raises:
         ValueError: the policy is none of the above, or a plan that matches nothing.
     """
+    check_arguments(apply_wrap, locals())
     return apply_to(model, chosen_modules(model, policy, ignored_modules=ignored_modules), fn)
 
 
@@ -435,6 +441,7 @@ def apply_to(
     Returns:
         ``model``.
     """
+    check_arguments(apply_to, locals())
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in fsdp.children_of(parent):
@@ -465,6 +472,7 @@ def chosen_modules(
     Returns:
         A dict from each module to the keyword arguments of its own that the policy gives it.
     """
+    check_arguments(chosen_modules, locals())
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     chosen = _ask(model, policy, ignored)
     return {
@@ -489,6 +497,7 @@ def enable_wrap(
         wrapper_cls: ``FullyShardedDataParallel``, ``fully_shard``, or anything called like them.
         arguments: its keyword arguments.
     """
+    check_arguments(enable_wrap, locals())
     token = _CURRENT.set(functools.partial(wrapper_cls, **arguments))
     try:
         yield
@@ -506,6 +515,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     Returns:
         The wrapped module.
     """
+    check_arguments(wrap, locals())
     current = _CURRENT.get()
     if current is None:
         return module

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from shardwise.base.arguments import check_arguments
 from shardwise.frontends.fsdp import FullyShardedDataParallel
 from shardwise.frontends.settings import UnitSettings, WithoutEffect, find_mesh, warn_without_effect
 from shardwise.frontends.strategies import Strategy
@@ -123,6 +124,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         transport: str | None = None,
         wire: Wire | Mapping[str, Wire] | None = None,
     ) -> None:
+        check_arguments(XlaFullyShardedDataParallel.__init__, locals())
         given = dict(locals())  # arguments by name, as the tables below list them
         warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
         group = _group_of_this_rank(

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch import autograd, dtensor, fake, operations
+from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.devices import GLOO
 from shardwise.base.errors import RanksDivergedError, ShardwiseError
 from shardwise.frontends.watch_ranks import line_of
@@ -112,8 +113,8 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
         RanksDivergedError: ranks run different operations.
         PeerLostError: a rank does not come within ``seconds``.
     """
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds: found {seconds}, expected a number above 0")
+    check_arguments(audit, locals())
+    check_seconds("seconds", seconds)
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     if not meshes:
         raise ValueError(

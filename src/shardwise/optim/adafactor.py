@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import STEP, parameters_in_order
 from shardwise.optim.checked import AT_ONCE, gradient, with_gradients
 from shardwise.optim.forms import Form, OwnStates
@@ -82,6 +83,7 @@ class Adafactor(OwnStates):
         *,
         maximize: bool = False,
     ) -> None:
+        check_arguments(Adafactor.__init__, locals())
         self._pools = Pools()
         defaults = {
             "lr": lr,

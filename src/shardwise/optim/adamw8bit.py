@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import STEP
 from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.checked import gradient, with_gradients
@@ -87,6 +88,7 @@ class AdamW8bit(OwnStates):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
+        check_arguments(AdamW8bit.__init__, locals())
         self._blocks: dict[Tensor, MomentBlocks | None] = {}
         self._books: dict[tuple[Range, torch.device, float], CodeBook] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

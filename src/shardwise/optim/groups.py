@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import names_of_parameters
 
 _PARAMS = "params"
@@ -72,6 +73,7 @@ def param_groups(
             setting does not exist, or has an impossible value; or a group has a parameter that the
             model does not have.
     """
+    check_arguments(param_groups, locals())
     _check_rules(rules)
     names = names_of_parameters(model)
     if groups is None:
@@ -232,6 +234,7 @@ def muon_groups(
     Raises:
         ValueError: no parameter is trained.
     """
+    check_arguments(muon_groups, locals())
     others = set(_not_hidden(model))
     hidden: list[tuple[str, nn.Parameter]] = []
     decayed: list[tuple[str, nn.Parameter]] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import autograd, dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.optim.checked import (
     AT_ONCE,
     CheckedOptimizer,
@@ -51,6 +52,7 @@ class Lion(CheckedOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
+        check_arguments(Lion.__init__, locals())
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:

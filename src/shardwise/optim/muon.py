@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state, with_gradients
 from shardwise.optim.matrices import MatrixParam, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
@@ -77,6 +78,7 @@ class Muon(CheckedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
     ) -> None:
+        check_arguments(Muon.__init__, locals())
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

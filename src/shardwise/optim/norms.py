@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.optim.reductions import Reductions, groups_cutting
 
 
@@ -47,8 +48,14 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
-        ValueError: a parameter is a ``DTensor`` with a pending reduction.
+        TypeError: an argument has a wrong type.
+        ValueError: ``max_norm`` is NaN, or a parameter is a ``DTensor`` with a pending reduction.
     """
+    numbers = isinstance(max_norm, float | int) and isinstance(norm_type, float | int)
+    if not (numbers and isinstance(parameters, Iterable)):  # the check takes long, for each step
+        check_arguments(clip_grad_norm_, locals())
+    elif math.isnan(max_norm):
+        raise ValueError("max_norm: found nan, expected a number")
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params = list(parameters)

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import named_in_group, parameters_in_order
 from shardwise.optim import trials
 from shardwise.optim.around import hyperparameters, needs_closure
@@ -69,6 +70,7 @@ def local(
         ValueError: the update depends on how parameters are cut: use :func:`whole`. Or the
             optimizer does not step from gradients alone.
     """
+    check_arguments(local, locals())
     return OptimizerOnShards(Way.LOCAL, optimizer_class, params, settings)
 
 
@@ -96,6 +98,7 @@ def whole(
         ValueError: the optimizer does not step from gradients alone; or parameters depend on each
             other, and are on several meshes.
     """
+    check_arguments(whole, locals())
     return OptimizerOnShards(Way.WHOLE, optimizer_class, params, settings)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch import autograd
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import StepInterruptedError
 from shardwise.base.optim_names import names_in_order, parameters_in_order
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
@@ -72,6 +73,8 @@ def in_backward(
     Sources: the API follows torch's ``_apply_optimizer_in_backward``. The idea is from Lv et al.,
     "Full Parameter Fine-tuning for Large Language Models with Limited Resources", arXiv 2306.09782.
     """
+    check_arguments(in_backward, locals())
+    clip_by, nonfinite = ClipBy(clip_by), NonFinite(nonfinite)
     inner = make(list(model.parameters()))
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(

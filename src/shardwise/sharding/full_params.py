@@ -479,7 +479,10 @@ def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
 
     Raises:
         RuntimeError: a shard is on the meta device or on another one.
+        MisuseError: its values are lost.
     """
+    for param in params:
+        param.form.check_not_lost()
     on_meta = [param.fqn for param in params if param.local.is_meta]
     if on_meta:
         raise RuntimeError(

@@ -5,6 +5,7 @@ A parameter that is tied across groups has one sharded form, which all its modul
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import weakref
@@ -94,6 +95,7 @@ class ShardedParam:
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
         is_new: whether the shard was on the meta device when it got its memory.
+        lost_by: what failed while the values were on their way; empty if they are not lost.
     """
 
     def __init__(self, param: nn.Parameter, fqn: str, place: Place, offload: Offload) -> None:
@@ -108,6 +110,7 @@ class ShardedParam:
         self.summoned: nn.Parameter | None = None
         self.offload = offload
         self.is_new = False
+        self.lost_by = ""
         full = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
         self.layout = place.layout
@@ -244,7 +247,12 @@ class ShardedParam:
         return made
 
     def materialize(self, full: torch.Tensor) -> None:
-        """Replace a shard on the meta device by this rank's part of ``full``."""
+        """Replace a shard on the meta device by this rank's part of ``full``.
+
+        Raises:
+            MisuseError: the values were lost, so others would silently take their place.
+        """
+        self.check_not_lost()
         with torch.no_grad():
             local = dtensor.plain(full)
             made = self._wrap(self._copy_of_shard(local), self.parameter)
@@ -254,7 +262,11 @@ class ShardedParam:
         """Replace a shard on the meta device by uninitialized memory on ``device``, or offloaded.
 
         Only for tensors that are filled at once: nothing marks them as uninitialized.
+
+        Raises:
+            MisuseError: the values were lost, so others would silently take their place.
         """
+        self.check_not_lost()
         with torch.no_grad():
             shard = self.offload.empty_like(self.local, device, self.fqn)
             self._report(shard)
@@ -276,6 +288,28 @@ class ShardedParam:
     def leave(self) -> None:
         """Move to the meta device. The parameter stays the same object."""
         self._exchange(torch.empty(self.local.shape, dtype=self.local.dtype, device="meta"))
+
+    def lose(self, doing: str) -> None:
+        """Note that the values are lost, and move to the meta device if nothing holds on to them.
+
+        Args:
+            doing: what has failed.
+        """
+        self.lost_by = doing
+        with contextlib.suppress(RuntimeError):  # of weak references; whoever uses it is told
+            self.leave()
+
+    def check_not_lost(self) -> None:
+        """Check that the values were not lost on their way to another layout.
+
+        Raises:
+            MisuseError: they were.
+        """
+        if self.lost_by:
+            raise MisuseError(
+                f"{self.fqn} on rank {dist.get_rank()}: its values were lost when {self.lost_by} "
+                "failed; build the model and the optimizer again, and load a checkpoint"
+            )
 
     def take_place(self, place: Place) -> None:
         """Take another place, still without memory. The parameter stays the same object."""

@@ -36,6 +36,9 @@ class SteppedForm(Protocol):
     def count_step(self) -> None:
         """Count a step."""
 
+    def check_not_lost(self) -> None:
+        """Check that there are values to step from."""
+
 
 Form = TypeVar("Form", bound=SteppedForm)
 
@@ -101,6 +104,8 @@ class Steps(Generic[Form]):
         if optimizer not in self._are_checked:
             optimizer.register_load_state_dict_post_hook(self._expect_loaded)
         self._are_checked[optimizer] = False
+        for form in self._held_by(optimizer):
+            form.check_not_lost()
         is_settled = self._check_parameters(optimizer)
         for param, state in optimizer.state.items():
             for form in self.forms_of([param]):

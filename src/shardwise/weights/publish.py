@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.base.arguments import check_arguments
 from shardwise.checkpoint.disk.files import Closing
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import saved_model
@@ -66,6 +67,7 @@ def publish(
             a folder then), or writing failed; raised on all ranks alike.
         ValueError: ``name``, ``dtype``, ``adapters`` or ``buffers`` is out of range.
     """
+    check_arguments(publish, locals())
     if buffers < 2:
         raise ValueError(f"buffers: found {buffers}, expected 2 or more")
     if dtype is not None and not dtype.is_floating_point:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.base.arguments import check_seconds
 from shardwise.base.errors import CheckpointError
 from shardwise.weights.folder import newest_in_full
 from shardwise.weights.subscribe import Subscription
@@ -38,6 +39,7 @@ class SGLangServer:
         self._url = url.rstrip("/")
         self._tp_size = tp_size
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        check_seconds("timeout", timeout)
         self._timeout = timeout
 
     def update_weights_from_disk(self, model_path: str) -> tuple[bool, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.base.arguments import check_arguments, check_timeout
 from shardwise.base.errors import CheckpointError
 from shardwise.weights.folder import FolderReader
 from shardwise.weights.memory import MemoryReader
@@ -45,6 +46,7 @@ def subscribe(
     Raises:
         ValueError: ``name`` cannot be one.
     """
+    check_arguments(subscribe, locals())
     reader = MemoryReader(name) if at is None else FolderReader(Path(at) / quoted(name))
     return Subscription(name, reader, timeout)
 
@@ -63,6 +65,7 @@ class Subscription:
     def __init__(self, name: str, reader: MemoryReader | FolderReader, timeout: float) -> None:
         self._name = name
         self._reader = reader
+        check_timeout("timeout", timeout)
         self._timeout = timeout
         self._read: Version | None = None
 
@@ -97,6 +100,8 @@ class Subscription:
         Raises:
             CheckpointError: there is none within the timeout, or what there is cannot be read.
         """
+        if timeout is not None:
+            check_timeout("timeout", timeout)
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         while (newest := self._reader.newest()) is None or newest == self._read:
             self._sleep(deadline)

@@ -49,6 +49,7 @@ from shardwise.insight.schema.option import (
     Config,
     OptionError,
     option_name,
+    option_names,
     setting,
 )
 from shardwise.insight.schema.sharding import Stepping, StrategyConfig
@@ -235,7 +236,9 @@ def reporting() -> Iterator[None]:
     except (MachineError, RehearsalError, UntraceableError) as error:
         raise UserError(str(error)) from error.__cause__
     except NotPossibleError as error:
-        name = "MODEL" if isinstance(error, ModelError) else option_name(error.name or "mesh")
+        field_name = error.name or "mesh"
+        option = option_names(PlanConfig()).get(field_name, option_name(field_name))
+        name = "MODEL" if isinstance(error, ModelError) else option
         raise OptionError(name, error.found, error.expected) from error.__cause__
 
 

@@ -31,6 +31,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import Manifest
@@ -61,6 +62,7 @@ def step_folder(root: StrPath, step: int) -> Path:
     Returns:
         The path; nothing is created.
     """
+    check_arguments(step_folder, locals())
     return Path(root) / f"step-{step:08}"
 
 
@@ -73,6 +75,7 @@ def steps(root: StrPath) -> list[int]:
     Returns:
         The numbers of the steps.
     """
+    check_arguments(steps, locals())
     return [step for step, path in _step_folders(Path(root)) if is_complete(path)]
 
 
@@ -85,6 +88,7 @@ def latest(root: StrPath) -> Path | None:
     Returns:
         The folder of the checkpoint, or ``None``.
     """
+    check_arguments(latest, locals())
     for _ in range(_LOOKS):
         folders = _step_folders(Path(root))
         for _, path in reversed(folders):
@@ -128,6 +132,7 @@ def is_complete(folder: StrPath) -> bool:
     Returns:
         ``False`` also if there is no such folder.
     """
+    check_arguments(is_complete, locals())
     try:
         check_complete(folder)
     except CheckpointError:
@@ -189,6 +194,7 @@ def keep_last(
         ValueError: ``count`` is less than 1.
         OSError: a checkpoint cannot be deleted.
     """
+    check_arguments(keep_last, locals())
     if count < 1:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
     folders = [step_folder(root, step) for step in steps(root)]

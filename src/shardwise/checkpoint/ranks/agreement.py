@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.devices import GLOO
 from shardwise.base.errors import CheckpointError, PeerLostError, lost_peer_behind
 from shardwise.transport.all_to_all import AllToAll
@@ -33,7 +34,11 @@ def group_for(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
     Returns:
         The group, which is made once for each ``group``; ``None`` if there are no process groups.
+
+    Raises:
+        TypeError: the group is no process group.
     """
+    check_arguments(group_for, locals())
     return Peers(group).once(_own_group) if dist.is_initialized() else None
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
@@ -81,6 +82,7 @@ def save_hf(
     Raises:
         CheckpointError: it could not be written, or the path exists.
     """
+    check_arguments(save_hf, locals())
     saved = saved_model(model)
     write_model(Path(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
@@ -49,6 +50,7 @@ from shardwise.checkpoint.ranks.state import (
     model_state,
     own_tensors,
 )
+from shardwise.sharding.param import forms_of
 
 
 def load(
@@ -87,6 +89,7 @@ def load(
         CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message
             names the rank, the file and the tensor. Or a parameter is on the meta device.
     """
+    check_arguments(load, locals())
     wait_for_save()
     ranks = Ranks(group_for(group))
     return ranks.all(
@@ -130,6 +133,8 @@ def _load(
     left_out = frozen(model) if ignore_frozen_params else ()
     arrival = Arrival(model, str(path), strict=strict, left_out=left_out)
     own = own_tensors(model)
+    for form in forms_of(model.parameters()):
+        form.check_not_lost()
     for name in own.keys() - {*left_out}:
         check_tensor(own[name], dotted(("model", name)))
     with PieceReader(path, manifest, buffer=buffer) as reader:
@@ -238,6 +243,7 @@ def load_weights(
     Raises:
         CheckpointError: it is damaged or of another model; raised on all ranks alike.
     """
+    check_arguments(load_weights, locals())
     wait_for_save()
     ranks = Ranks(group_for(group))
     ranks.all(

@@ -6,6 +6,7 @@ rows -> rows go from where they are to where they belong -> these tensors' old s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import autograd
 from shardwise._torch.module import customizes_loading, customizes_saving
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
 from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
@@ -207,8 +209,8 @@ def transfer(
 
     What is moved is gone: parameters of ``source`` that ``fully_shard`` has sharded are on the meta
     device afterwards, and its optimizer has no state. If ranks do not agree on what to move, all
-    raise and nothing has changed. If one fails later or is lost, ``source`` and ``target`` are of
-    no more use; load a checkpoint.
+    raise and nothing has changed. If one fails later or is lost, so are ``source`` and ``target``:
+    what uses them raises an error. Build the model again, and load a checkpoint.
 
     Args:
         source: what this rank trained, between two steps; ``None`` on ranks that did not.
@@ -221,8 +223,9 @@ def transfer(
         ``extra``, on ranks with a ``target``.
 
     Raises:
-        CheckpointError: the two are of different models or optimizers, or a rank failed; the
-            message names it. Raised on every rank alike.
+        CheckpointError: the two are of different models or optimizers, no rank has a target, an
+            argument has a wrong type, or a rank failed; the message names it. Raised on every rank
+            alike.
     """
     with autograd.no_grad():
         return move(source, target, lambda: None, extra, doing="transfer", group=group)
@@ -248,12 +251,28 @@ def move(
         doing: what the ranks do, for error messages.
         group: as there.
     """
+    given = locals()
     wait_for_save()
     ranks = Ranks(group_for(group))
 
     def depart() -> Departure | None:
-        return Departure(source, extra, doing) if isinstance(source, tuple) else source
+        if source is None or isinstance(source, Departure):
+            return source
+        return Departure(source, extra, doing)
 
+    def is_target() -> bool:
+        check_arguments(move, given)
+        return target is not None
+
+    def check_targets(given: list[bool]) -> list[bool]:
+        if not any(given):
+            raise ValueError(
+                "target: found None on all ranks, expected a model on one or more: what is moved "
+                "is gone from the source"
+            )
+        return given
+
+    ranks.together(doing, is_target, check_targets)
     leaving = ranks.all(doing, depart)
     entries, values = _agree(ranks, doing, leaving)
     arriving = ranks.all(
@@ -261,15 +280,17 @@ def move(
         lambda: frozenset() if target is None else _check_target(*target, entries, values, doing),
     )
 
-    def start() -> _Arrivals | None:
+    def prepare() -> None:
         if target is not None:
             allocate(target[0], [name for name, _ in target[0].named_buffers()])
+
+    def start() -> _Arrivals | None:
         if leaving is not None:
             leaving.let_go()
         begin()
         return _Arrivals(target, entries, arriving, doing) if target is not None else None
 
-    goes_on = False
+    ranks.all(doing, prepare)  # the last that may fail while nothing has changed
     try:
         arrivals = ranks.all(doing, start)
         open_part = (lambda entry: None) if arrivals is None else arrivals.open
@@ -285,11 +306,25 @@ def move(
             return {} if arrivals is None else arrivals.install(values)
 
         found = ranks.all(doing, end)
-        goes_on = leaving is not None and target is not None and leaving.model is target[0]
-        return found
-    finally:
-        if leaving is not None and not goes_on:
+    except BaseException:
+        if target is not None:
+            _lose(target[0], doing)
+        if leaving is not None:
+            _lose(leaving.model, doing)
             leaving.leave()
+        raise
+    if leaving is not None and (target is None or leaving.model is not target[0]):
+        leaving.leave()
+    return found
+
+
+def _lose(model: nn.Module, doing: str) -> None:
+    """Note that the values of a model are lost, so that whatever uses it says so."""
+    for group in groups_of(model):
+        with contextlib.suppress(Exception):  # there is another error to raise
+            group.drop_fulls()
+    for form in forms_of(model.parameters()):
+        form.lose(doing)
 
 
 def hand_over(mine: Departure, leaving: Set[int]) -> None:
@@ -338,6 +373,8 @@ def check_between_steps(model: nn.Module, doing: str) -> None:
             f"{doing}: the model on rank {dist.get_rank()} runs its forward or backward, expected "
             "it between two steps"
         )
+    for form in forms_of(model.parameters()):
+        form.check_not_lost()
     for group in groups_of(model):
         found = [f"the gradient of {p.fqn}" for p in group.params if p.sharded.grad is not None]
         if group.has_waiting_grads or group.phase is not states.IDLE:

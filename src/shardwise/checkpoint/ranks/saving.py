@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments, check_timeout
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
@@ -83,6 +84,7 @@ def save(
         UserWarning: ranks differ in what they should have in common of the model or the optimizer,
             such as buffers. The first rank's is saved, all of it.
     """
+    check_arguments(save, locals())
     Saving(
         path,
         model,
@@ -135,6 +137,7 @@ def async_save(
         ValueError: something on this rank is on the meta device, or has the same name as something
             else; or ``keep_last`` is less than 1.
     """
+    check_arguments(async_save, locals())
     carrier().check_threads()
     saving = Saving(
         path,
@@ -198,6 +201,9 @@ class Handle:
             CheckpointError: it could not be saved.
             TimeoutError: it is not done yet.
         """
+        if timeout is not None:
+            check_timeout("timeout", timeout)
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         if self._thread.ident is not None:  # else Ctrl-C came before it was started
             self._thread.join(timeout)
         if self._thread.is_alive():

@@ -36,6 +36,7 @@ from shardwise.checkpoint.disk.values import encode, held_in, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.per_rank import RANKS, LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
+from shardwise.sharding.param import forms_of
 from shardwise.sharding.state import groups_of
 
 
@@ -375,7 +376,10 @@ def state_of(
     Raises:
         TypeError: something is neither a tensor that can be saved nor a plain value.
         ValueError: two things have the same name, or a tensor is on the meta device.
+        MisuseError: the values of a parameter were lost.
     """
+    for form in forms_of(model.parameters()):
+        form.check_not_lost()
     state = SavedState()
     saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
     state.add("model", saved)

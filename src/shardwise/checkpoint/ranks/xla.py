@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.commit import written_beside
@@ -81,6 +82,7 @@ def save_rank_checkpoint(
     Raises:
         ValueError: the file exists, or its folder does not.
     """
+    check_arguments(save_rank_checkpoint, locals())
     path = rank_file(ckpt_prefix, _own_rank(), _world_size())
     model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
     state = {"model": replaced_in(model_state, _local), "shard_metadata": metadata}
@@ -107,6 +109,7 @@ def load_rank_checkpoint(
         CheckpointError: the file is missing or damaged, or of another model, mesh or number of
             ranks.
     """
+    check_arguments(load_rank_checkpoint, locals())
     path = rank_file(ckpt_prefix, _own_rank(), _world_size())
     if not path.exists():
         raise CheckpointError(
@@ -255,6 +258,7 @@ def consolidate_sharded_model_checkpoints(
         CheckpointError: files are missing, damaged, or not of one checkpoint.
         ValueError: the file to make exists.
     """
+    check_arguments(consolidate_sharded_model_checkpoints, locals())
     target = Path(save_path or f"{ckpt_prefix}_consolidated.pth")
     found = sorted(map(Path, glob.glob(glob.escape(ckpt_prefix) + ckpt_suffix)))
     files = [file for file in found if file != target]
@@ -300,6 +304,7 @@ def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
     Raises:
         NotImplementedError: a parameter is a partial sum, or this rank has several parts of it.
     """
+    check_arguments(get_shard_metadata, locals())
     return {
         "format": FORMAT,
         "version": VERSION,

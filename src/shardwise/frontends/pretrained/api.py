@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise._torch import fsdp
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
@@ -103,6 +104,7 @@ def from_pretrained(
             it does not fit its configuration; raised on all ranks alike.
         ValueError: an argument of :func:`shardwise.fully_shard` is out of range.
     """
+    check_arguments(from_pretrained, locals())
     from shardwise.frontends.pretrained import hf
     from shardwise.frontends.pretrained.building import build
     from shardwise.frontends.pretrained.filling import fill
@@ -204,6 +206,7 @@ def save_pretrained(
         CheckpointError: it could not be written, or the path exists; raised on all ranks alike.
         TypeError: ``model`` is not a model of ``transformers``.
     """
+    check_arguments(save_pretrained, locals())
     saved = saved_pretrained(model)
     if saved is None:
         raise TypeError(

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import c10d, dtensor, fsdp
+from shardwise.base.arguments import check_arguments
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
@@ -368,6 +369,7 @@ def inspect(
         ValueError: ``values`` is set and the model is on the meta device.
         TypeError: a simulated rank has returned something other than a model.
     """
+    check_arguments(inspect, locals())
     if not isinstance(model, nn.Module):
         return model.on_every_rank(lambda own: _inspect_own(own, mesh, name))[0]
     report = read(model, mesh, name)

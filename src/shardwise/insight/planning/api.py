@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
 from shardwise.frontends.strategies import MeshError, Runtime, WantedMesh
 from shardwise.insight.blueprint import Blueprint
@@ -140,6 +141,7 @@ def plan(
         MachineError: the device or the link is not known.
         RuntimeError: this process has a default process group.
     """
+    check_arguments(plan, locals())
     given: dict[str, Any] = {} if runtime is None else {"runtime": runtime}
     settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh), **given))
     found = find_machine(machine, settings.mesh.size)

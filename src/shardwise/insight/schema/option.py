@@ -18,6 +18,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import NotPossibleError
 from shardwise.elastic.errors import UserError
 
@@ -215,7 +216,8 @@ def _kinds_of(config: type[Any]) -> Mapping[str, _FieldKind]:
         reads = setting.reads if callable(setting.reads) else None
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             reads = reads or partial(_member, kind)
-        name = (setting.name or option_name(each.name)).partition("/")[0]
+        flag = next(iter(setting.flags), option_name(each.name))
+        name = (setting.name or flag).partition("/")[0]
         found[each.name] = _FieldKind(name, kind, bounds, reads)
     return found
 
@@ -242,6 +244,7 @@ class Config:
             if kind.reads is not None and type(value) is str:
                 with naming(kind.name):
                     object.__setattr__(self, name, kind.reads(value))
+        check_arguments(type(self), vars(self))
 
     def check_bounds(self) -> None:
         """Check every number of this, and of the configurations within, against its bounds.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, operations
 from shardwise.base import observe
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import ShardwiseError
 from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Schedule
 from shardwise.insight.simulated.world import SimulatedWorld
@@ -108,6 +109,7 @@ class Simulation:
     def __init__(
         self, world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
     ) -> None:
+        check_arguments(Simulation.__init__, locals())
         if not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
         if hosts and len(hosts) != world_size:
@@ -236,6 +238,7 @@ def simulate(
         TypeError: ``function`` cannot be called.
         ValueError: there is no rank, there is not a host for each of them, or ``limit`` is 0.
     """
+    check_arguments(simulate, locals())
     _check(function)
     if not isinstance(schedule, Exhaustive):
         return _run_once(world_size, hosts, schedule, function, args)

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import functools
 import logging
-import math
 import os
 import time
 import zlib
@@ -21,6 +20,7 @@ from torch import nn
 
 from shardwise._torch import c10d
 from shardwise.base import devices, observe, plain
+from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
@@ -71,8 +71,7 @@ class Recording:
         now: Callable[[], int] = time.perf_counter_ns,
         model: nn.Module | None = None,
     ) -> None:
-        if not 0 < patience < math.inf:
-            raise ValueError(f"patience: found {patience}, expected seconds above 0")
+        check_seconds("patience", patience)
         self.folder = folder
         self.timeline: Timeline | None = None
         self._prediction = prediction
@@ -295,6 +294,7 @@ def record(
         PeerLostError: a peer is gone at the beginning or at the end.
         OSError: the folder cannot be written to.
     """
+    check_arguments(record, locals())
     return Recording(None if folder is None else Path(folder), prediction, patience, model=model)
 
 
@@ -372,6 +372,7 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     Raises:
         OSError: the folder cannot be written to.
     """
+    check_arguments(write, locals())
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     replace_file(root / TIMELINE, plain.written(timeline))
@@ -392,6 +393,7 @@ def read(path: str | Path) -> Timeline:
     Raises:
         CheckpointError: a file is damaged, or there is none.
     """
+    check_arguments(read, locals())
     root = Path(path)
     whole = root / TIMELINE if root.is_dir() else root
     if root.is_dir() and not os.path.lexists(whole):

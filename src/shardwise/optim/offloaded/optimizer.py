@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base import devices
+from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import folder_of_place
@@ -72,6 +73,7 @@ def offload(
 
     Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857.
     """
+    check_arguments(offload, locals())
     others = AroundOptimizer | OptimizerOnShards
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, others):
         raise TypeError(
@@ -85,7 +87,7 @@ def offload(
             f"offload: the step of {type(optimizer).__name__} needs a closure, so it cannot be "
             "made with some parameters after others; expected an optimizer whose step does not"
         )
-    if masters is not None and not (isinstance(masters, torch.dtype) and masters.is_floating_point):
+    if masters is not None and not masters.is_floating_point:
         raise ValueError(
             f"offload: found masters={masters!r}, expected a floating-point dtype such as "
             "torch.float32, or None"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise._torch import dtensor
 from shardwise.app.recipes.core.journal import MetricsFile
 from shardwise.app.runs.files import RunFiles
+from shardwise.base.arguments import check_arguments
 from shardwise.insight.timeline.recorder import check_step
 
 _open: dict[Path, MetricsFile] = {}
@@ -45,6 +46,7 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
         OSError: the file cannot be written.
         UserError: the file has a damaged line before this step.
     """
+    check_arguments(log, locals())
     check_step(step)
     record: dict[str, Any] = {"step": step}
     for name, value in values.items():

@@ -1,0 +1,220 @@
+"""An argument of a wrong type: one sentence names it, says what was found and what is expected."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise import checkpoint, diloco, optim, simulate, timeline, wrap
+from shardwise.base.arguments import _expected, _fits, check_arguments
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint import transfer
+from shardwise.diloco import Quorum, QuorumServer
+from shardwise.transport.wire import Wire
+from shardwise.weights.sglang import SGLangServer
+
+
+class Odd:
+    """No argument is of this type."""
+
+
+#: What is right for arguments that have no default. None of these calls goes beyond its checks.
+RIGHT: dict[str, Any] = {
+    "address": "localhost",
+    "chosen": {},
+    "ckpt_prefix": "c",
+    "count": 1,
+    "deadline": 1.0,
+    "every": 1,
+    "fn": len,
+    "folder": "f",
+    "function": len,
+    "group": None,
+    "inner": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
+    "lambda_fn": len,
+    "make": len,
+    "max_norm": 1.0,
+    "method_name": "forward",
+    "model": nn.Linear(1, 1),
+    "module": nn.Linear(1, 1),
+    "module_classes": [nn.Linear],
+    "modules": [],
+    "name": "n",
+    "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
+    "optimizer_class": torch.optim.SGD,
+    "parameters": [],
+    "params": [],
+    "path": "p",
+    "policies": [],
+    "policy": "auto",
+    "replica": 0,
+    "replicas": 1,
+    "root": "r",
+    "rules": {},
+    "server": "localhost:1",
+    "step": 1,
+    "timeline": timeline.Timeline(()),
+    "to": "host",
+    "world_size": 1,
+    "wrapper_cls": len,
+}
+#: Made by the library, not by its users; or what answers for each value by itself.
+MADE_BY_US = {
+    "DiskOffloadPolicy",
+    "FSDPModule",
+    "GradientReductionHandle",
+    "Handle",
+    "MachineConfig",
+    "OffloadedOptimizer",
+    "OptimizerInBackward",
+    "OptimizerOnShards",
+    "PerRank",
+    "PlannedStep",
+    "Publication",
+    "Recording",
+    "StrategyConfig",
+    "Subscription",
+    "Timeline",
+    "UnshardHandle",
+    "Wire",
+    "WrapPolicy",
+}
+#: Ranks agree that the arguments are right, or all raise.
+TOGETHER = {"relayout", "transfer"}
+
+
+def _public() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for module in (shardwise, checkpoint, optim, diloco, wrap, timeline):
+        for name in module.__all__:
+            each = getattr(module, name)
+            ours = getattr(each, "__module__", "").startswith("shardwise")
+            is_value = isinstance(each, type) and issubclass(each, Exception | enum.Enum)
+            ours = ours and not name.endswith("wrap_policy")  # called by what wraps
+            if ours and callable(each) and not is_value and name not in MADE_BY_US | TOGETHER:
+                yield f"{module.__name__}.{name}", each
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*x, id=x[0]) for x in _public()])
+def test_every_public_function_names_the_argument_of_a_wrong_type(
+    name: str, function: Callable[..., Any]
+) -> None:
+    is_class = isinstance(function, type)
+    fields = is_class and hasattr(function, "__dataclass_fields__")
+    known = _expected(function if fields or not is_class else function.__init__)
+    parameters = inspect.signature(function).parameters
+    for argument, expected in known.items():
+        if argument.startswith("**"):
+            argument = "anything"
+        if argument == "policy" or argument == "auto_wrap_policy" or _fits(Odd(), expected):
+            continue  # the policy says so by itself, and truth values are any
+        needed = [n for n, each in parameters.items() if each.default is each.empty]
+        plain = [n for n in needed if parameters[n].kind not in (2, 4)]
+        given = {**{n: RIGHT[n] for n in plain}, argument: Odd()}
+        with pytest.raises(
+            TypeError, match=rf"^{argument}: found an Odd, expected (a|an|one|'|\()"
+        ):
+            _call(function, given)
+
+
+def _call(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    found = function(**given)
+    if isinstance(found, contextlib.AbstractContextManager):
+        with found:
+            pass
+
+
+def test_ranks_refuse_together() -> None:
+    def run(function: Callable[..., Any], given: dict[str, Any], message: str) -> None:
+        model = shardwise.fully_shard(nn.Linear(4, 4))
+        here = {nn: model, (nn, None): (model, None)}
+        with pytest.raises((TypeError, CheckpointError), match=message):
+            function(**{name: here.get(each, each) for name, each in given.items()})
+
+    scheduler = torch.optim.lr_scheduler.StepLR(RIGHT["optimizer"], 1)
+    for function, given, message in (
+        (shardwise.relayout, {"model": 3}, "model: found 3, expected an nn.Module"),
+        (
+            shardwise.relayout,
+            {"model": nn, "optimizer": scheduler},
+            "optimizer: found a StepLR, expected an Optimizer or None",
+        ),
+        (shardwise.relayout, {"model": nn, "group": 3}, "group: found 3, expected a ProcessGroup"),
+        (transfer, {"source": 3, "target": None}, r"source: found 3, expected .*\(an nn.Module"),
+        (transfer, {"source": (nn, None), "target": (3, None)}, "target: found a tuple, expected"),
+    ):
+        simulate(run, 1, function, given, message)
+
+
+def test_a_transfer_to_nowhere_is_refused_and_the_training_is_still_there() -> None:
+    def run() -> None:
+        model = shardwise.fully_shard(nn.Linear(4, 4))
+        before = model.weight.full_tensor()
+        with pytest.raises(CheckpointError, match="target: found None on all ranks, expected"):
+            transfer((model, None), None)
+        assert torch.equal(model.weight.full_tensor(), before)
+
+    simulate(run, 2)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, "3", None])
+def test_a_time_to_wait_is_a_number_that_ends(seconds: Any, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    wrong: dict[str, Callable[[], Any]] = {
+        "seconds": lambda: _call(shardwise.audit, {"model": model, "seconds": seconds}),
+        " seconds": lambda: _call(shardwise.watch_ranks, {"model": model, "seconds": seconds}),
+        "patience": lambda: timeline.record(tmp_path, patience=seconds),
+        "timeout": lambda: shardwise.subscribe("nobody", at=tmp_path, timeout=seconds),
+        " timeout": lambda: Quorum(server="a:1", replica=0, timeout=seconds),
+        "  timeout": lambda: SGLangServer("http://localhost:1", timeout=seconds),
+        "deadline": lambda: QuorumServer(1, deadline=seconds),
+        "start_timeout": lambda: QuorumServer(1, deadline=1.0, start_timeout=seconds),
+    }
+    for name, call in wrong.items():
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"^{name.strip()}: found {re.escape(repr(seconds))}"
+        ):
+            call()
+
+
+def test_a_clip_by_nan_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="max_norm: found nan, expected a number"):
+        shardwise.clip_grad_norm_([param], math.nan)
+    assert param.grad.tolist() == [1.0, 1.0]
+
+
+def test_what_stands_for_a_type_passes() -> None:
+    def function(
+        count: int, share: float, betas: tuple[float, float], names: list[str], wire: Wire | None
+    ) -> None:
+        check_arguments(function, locals())
+
+    function(torch.tensor(3), True, [0.9, torch.tensor(0.1)], ("a", "b"), None)  # type: ignore[arg-type]
+    for change, message in (
+        ({"betas": (0.9,)}, r"betas: found a tuple, expected \(a number, a number\)"),
+        ({"names": "ab"}, "names: found 'ab', expected a list, each a string"),
+        ({"names": [1]}, "names: found a list, expected a list, each a string"),
+        ({"share": "1"}, "share: found '1', expected a number"),
+        ({"wire": Path("w")}, r"wire: found PosixPath\('w'\), expected a Wire or None"),
+    ):
+        right: dict[str, Any] = {
+            "count": 1,
+            "share": 1.0,
+            "betas": (0.9, 0.1),
+            "names": [],
+            "wire": None,
+        }
+        with pytest.raises(TypeError, match=message):
+            function(**{**right, **change})
