@@ -198,8 +198,7 @@ class Handle:
             CheckpointError: it could not be saved.
             TimeoutError: it is not done yet.
         """
-        if self._thread.ident is not None:  # else Ctrl-C came before it was started
-            self._thread.join(timeout)
+        self.join_thread(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"saving {self.path}: not done after {timeout} s")
         if self._error is not None:
@@ -213,14 +212,14 @@ class Handle:
         Raises:
             CheckpointError: it could not be saved.
         """
-        self.wait()
+        self.join_thread()
         if not self._reported:
             self.result()
 
-    def wait(self) -> None:
-        """Wait, if it has been started."""
+    def join_thread(self, timeout: float | None = None) -> None:
+        """Wait, if the thread was started: Ctrl-C may have come before."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def mark_reported(self) -> None:
         """Do not raise the error again, because the caller reports it."""
@@ -420,7 +419,7 @@ def wait_for_save() -> None:
     global _current
     before = _current
     if before is not None:
-        before.wait()  # Ctrl-C may end that, and the next save waits, too
+        before.join_thread()  # Ctrl-C may end that, and the next save waits, too
         _current = None
         before.join()
 
