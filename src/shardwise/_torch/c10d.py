@@ -44,8 +44,8 @@ def naming_group(name: str) -> Iterator[None]:
     """
     c10d: Any = dist.distributed_c10d
     derive, count = c10d._hash_ranks_to_str, c10d._world.group_count
-    c10d._hash_ranks_to_str = lambda ranks: name
     try:
+        c10d._hash_ranks_to_str = lambda ranks: name
         yield
     finally:
         c10d._hash_ranks_to_str = derive
@@ -142,11 +142,12 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
         # A process group lets this process print errors as those of a rank, for good.
         hook = sys.excepthook
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
             yield
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
             sys.excepthook = hook
             _forget_placements()
 

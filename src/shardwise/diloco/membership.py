@@ -257,9 +257,9 @@ class ReplicaSession:
 
     @contextlib.contextmanager
     def _eagerly(self) -> Iterator[None]:
-        self._poll = _EAGER_POLL
-        self._wake.set()
         try:
+            self._poll = _EAGER_POLL
+            self._wake.set()
             yield
         finally:
             self._poll = _POLL

@@ -682,10 +682,10 @@ def agents_environment() -> Iterator[None]:
     quit_handler = signal.getsignal(signal.SIGQUIT)
     log = logging.getLogger("torch.distributed.elastic")
     propagates, nothing = log.propagate, logging.NullHandler()
-    if "LOGLEVEL" not in os.environ:
-        log.propagate = False
-        log.addHandler(nothing)
     try:
+        if "LOGLEVEL" not in os.environ:
+            log.propagate = False
+            log.addHandler(nothing)
         with environment(**ours):
             yield
     finally:

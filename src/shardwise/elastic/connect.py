@@ -123,8 +123,8 @@ def _reported_wait(world: World, what: str) -> Iterator[None]:
 
     timer = threading.Timer(peers.WARNING_SECONDS, tell)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         yield
     finally:
         timer.cancel()

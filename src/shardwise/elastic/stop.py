@@ -58,10 +58,12 @@ class GracefulStop:
         self._block = contextlib.ExitStack()
 
     def __enter__(self) -> GracefulStop:
-        for signum in STOP_SIGNALS:
-            self._block.callback(signal.signal, signum, signal.getsignal(signum))
-        self._block.enter_context(self._signals.deferred())
-        self._signals.install()
+        with contextlib.ExitStack() as block:
+            for signum in STOP_SIGNALS:
+                block.callback(signal.signal, signum, signal.getsignal(signum))
+            block.enter_context(self._signals.deferred())
+            self._signals.install()
+            self._block = block.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -119,8 +119,8 @@ def find_replica() -> ReplicaWorld | None:
 def environment(**values: str) -> Iterator[None]:
     """Set environment variables during the context, and put back what was there."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
     try:
+        os.environ.update(values)
         yield
     finally:
         for name, value in before.items():

@@ -115,9 +115,9 @@ def _counted_already(norms: list[BatchNorm], around: AbstractContextManager[Any]
     """Leave the running statistics of batch norms unchanged, within another context."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     # A momentum of zero, and not eval(): autograd has to save the same tensors as in forward.
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
         with around:
             yield
     finally:

@@ -305,10 +305,10 @@ class FullyShardedDataParallel(OptimSavingModule):
             for state in states_of(self)
             for group in state.groups
         ]
-        for group, _, _ in before:
-            group.options.requires_gradient_sync = False
-            group.options.requires_all_reduce = False
         try:
+            for group, _, _ in before:
+                group.options.requires_gradient_sync = False
+                group.options.requires_all_reduce = False
             yield
         finally:
             for group, sync, all_reduce in before:

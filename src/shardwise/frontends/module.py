@@ -689,8 +689,9 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 def disable_fsdp_module_new_init() -> Iterator[None]:
     """Inside, constructing the class of a sharded module does not call ``__init__``."""
     global _initialize_new
-    before, _initialize_new = _initialize_new, False
+    before = _initialize_new
     try:
+        _initialize_new = False
         yield
     finally:
         _initialize_new = before

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import autograd, fsdp
 from shardwise.base import observe
@@ -98,22 +99,25 @@ class _ObservedGroup:
         before = group.collectives
         gather, scatter, after_all_reduce = before
         hook = after_all_reduce if group.replicas is None else self._after(after_all_reduce)
-        group.collectives = _AllGather(gather, self), _ReduceScatter(scatter, self), hook
-        hooks = [
-            each
-            for module in group.modules
-            for each in (
-                module.register_forward_pre_hook(self._begin_forward),
-                module.register_forward_hook(self._end_forward, prepend=True),
-                module.register_forward_hook(self._follow_backward),
-            )
-        ]
-        try:
-            yield
-        finally:
+        hooks: list[RemovableHandle] = []
+
+        def remove() -> None:
             group.collectives = before
             for each in hooks:
                 each.remove()
+
+        try:
+            try:
+                group.collectives = _AllGather(gather, self), _ReduceScatter(scatter, self), hook
+                for module in group.modules:
+                    hooks.append(module.register_forward_pre_hook(self._begin_forward))
+                    hooks.append(module.register_forward_hook(self._end_forward, prepend=True))
+                    hooks.append(module.register_forward_hook(self._follow_backward))
+                yield
+            finally:
+                remove()
+        finally:
+            remove()  # Ctrl-C may have ended the first attempt
 
     # -- forward and backward --------------------------------------------------------------------
 

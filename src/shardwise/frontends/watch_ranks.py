@@ -84,8 +84,15 @@ def watch_ranks(model: nn.Module, *, seconds: float = 300.0) -> Iterator[None]:
         for group in mesh.get_all_groups():
             if Peers(group).backend(torch.device(mesh.device_type)).sends_messages:
                 Peers(group).once(_agreement)
-    with watch, observed(model, watch):
-        yield
+    try:
+        try:
+            watch.start()
+            with observed(model, watch):
+                yield
+        finally:
+            watch.end()
+    finally:
+        watch.end()  # Ctrl-C may have ended the first attempt
 
 
 class _Watch:
@@ -111,12 +118,15 @@ class _Watch:
         self._began = 0.0
         self._under_way: tuple[dist.Work, str, float] | None = None
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """Let the thread look."""
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """End the thread, if it has been started."""
         self._is_over.set()
-        self._thread.join(_ANSWER_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(_ANSWER_SECONDS)
 
     # -- what is called around a collective -------------------------------------------------------
 

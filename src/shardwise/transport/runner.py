@@ -33,11 +33,12 @@ def is_beside() -> bool:
 
 @contextlib.contextmanager
 def _beside() -> Iterator[None]:
-    _here.depth = getattr(_here, "depth", 0) + 1
+    before = getattr(_here, "depth", 0)
     try:
+        _here.depth = before + 1
         yield
     finally:
-        _here.depth -= 1
+        _here.depth = before
 
 
 class Exchange(PendingWork):

@@ -55,6 +55,7 @@ class JobThread:
             self._thread = threading.Thread(
                 target=_run_jobs, args=(self._jobs,), daemon=True, name=self._name
             )
+        if self._thread.ident is None:  # Ctrl-C may have come before it was started
             self._thread.start()
         self._jobs.put(job)
 

@@ -498,7 +498,7 @@ def _names_locked(root: Path) -> Iterator[None]:
         OSError: the folder cannot be opened.
     """
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with LockHandle(handle):  # which ends also where Ctrl-C comes before the end of this block
         deadline = time.monotonic() + _MOST_SECONDS
         while _try_lock(handle) is _Lock.TAKEN:
             if time.monotonic() > deadline:
@@ -508,8 +508,6 @@ def _names_locked(root: Path) -> Iterator[None]:
                 )
             time.sleep(_LOOK_SECONDS)
         yield
-    finally:
-        os.close(handle)
 
 
 class _Lock(enum.Enum):
@@ -528,10 +526,8 @@ def _locked(folder: Path) -> Iterator[_Lock]:
         OSError: the folder cannot be opened, or is a symbolic link.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with LockHandle(handle):
         yield _try_lock(handle)
-    finally:
-        os.close(handle)
 
 
 def _try_lock(handle: int) -> _Lock:

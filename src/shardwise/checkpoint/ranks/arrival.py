@@ -256,15 +256,15 @@ class Arrival:
     def _watched(self) -> Iterator[None]:
         """See to every value that arrives at a module, after all hooks of the module itself."""
         memory = MetaMemory(self._model)
-        handles = []
-        for module in dict.fromkeys(each.module for each in self._visits):
-            if not fsdp.is_scripted(module):
-                before = functools.partial(self._arrive, memory)
-                handles += [
-                    module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._forget),  # type: ignore[no-untyped-call]
-                ]
+        before = functools.partial(self._arrive, memory)
+        handles: list[Any] = []
         try:
+            for module in dict.fromkeys(each.module for each in self._visits):
+                if not fsdp.is_scripted(module):
+                    handles += [
+                        module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                        module.register_load_state_dict_post_hook(self._forget),  # type: ignore[no-untyped-call]
+                    ]
             with ExitStack() as stack:
                 for group in groups_of(self._model):
                     stack.enter_context(group.loading())

@@ -204,8 +204,7 @@ class Handle:
         if timeout is not None:
             check_timeout("timeout", timeout)
             timeout = min(timeout, threading.TIMEOUT_MAX)
-        if self._thread.ident is not None:  # else Ctrl-C came before it was started
-            self._thread.join(timeout)
+        self.join_thread(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"saving {self.path}: not done after {timeout} s")
         if self._error is not None:
@@ -219,14 +218,14 @@ class Handle:
         Raises:
             CheckpointError: it could not be saved.
         """
-        self.wait()
+        self.join_thread()
         if not self._reported:
             self.result()
 
-    def wait(self) -> None:
-        """Wait, if it has been started."""
+    def join_thread(self, timeout: float | None = None) -> None:
+        """Wait, if the thread was started: Ctrl-C may have come before."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def mark_reported(self) -> None:
         """Do not raise the error again, because the caller reports it."""
@@ -426,7 +425,7 @@ def wait_for_save() -> None:
     global _current
     before = _current
     if before is not None:
-        before.wait()  # Ctrl-C may end that, and the next save waits, too
+        before.join_thread()  # Ctrl-C may end that, and the next save waits, too
         _current = None
         before.join()
 

@@ -46,8 +46,8 @@ def patch_torch() -> Iterator[None]:
     originals: dict[str, Any] = {name: getattr(torch.distributed.fsdp, name) for name in _CLASSES}
     originals |= fsdp.fsdp2_functions(_FUNCTIONS)
     ours = {name: _CLASSES.get(name) or _distinct(getattr(fsdp2, name)) for name in originals}
-    _replace({id(originals[name]): ours[name] for name in originals})
     try:
+        _replace({id(originals[name]): ours[name] for name in originals})
         yield
     finally:
         _replace({id(ours[name]): originals[name] for name in originals})

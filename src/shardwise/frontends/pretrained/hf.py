@@ -44,9 +44,9 @@ def fake_as_real() -> Iterator[None]:
     no values, and counts as one that has none.
     """
     is_fake, find_packed = import_utils.is_fake_tensor, masking_utils.find_packed_sequence_indices
-    import_utils.is_fake_tensor = lambda x: False
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
+        import_utils.is_fake_tensor = lambda x: False
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
         yield
     finally:
         import_utils.is_fake_tensor = is_fake
@@ -286,14 +286,14 @@ def _matches(patterns: Collection[str] | None, name: str) -> bool:
 @contextmanager
 def kept(tensors: Collection[torch.Tensor]) -> Iterator[None]:
     """Let initializations leave ``tensors`` as they are, inside."""
-    for tensor in tensors:
-        setattr(tensor, _LOADED, True)
     try:
+        for tensor in tensors:
+            setattr(tensor, _LOADED, True)
         with guard_torch_init_functions():
             yield
     finally:
         for tensor in tensors:
-            delattr(tensor, _LOADED)
+            vars(tensor).pop(_LOADED, None)
 
 
 def tell_sharded(model: PreTrainedModel, shards: int, replicas: int) -> None:

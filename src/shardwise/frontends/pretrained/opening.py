@@ -103,10 +103,11 @@ def limited(what: str) -> Iterator[None]:
 
     last = threading.Timer(LIMIT + _GRACE, end)
     last.daemon = True
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, LIMIT, _AGAIN)
-    last.start()
+    handler, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     try:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT, _AGAIN)
+        last.start()
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust, and no Exception

@@ -172,9 +172,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             self._hold(state.untyped_storage(), self._module, self._phase)
             return state
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        torch.get_rng_state = get_rng_state  # activation checkpointing keeps it
         try:
+            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+            torch.get_rng_state = get_rng_state  # activation checkpointing keeps it
             yield
         finally:
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

@@ -108,10 +108,12 @@ class Recording:
         clock = DeviceClock.of(_device())
         recorder = Recorder(limit, clock, self._now)
         self._first = self._begin(peers)
-        self._held.enter_context(recorder.recording())
-        if self._model is not None:
-            self._held.enter_context(observed(self._model))
-        self._recorder = recorder
+        with contextlib.ExitStack() as held:  # whatever fails here, nothing is recorded any more
+            held.enter_context(recorder.recording())
+            if self._model is not None:
+                held.enter_context(observed(self._model))
+            self._recorder = recorder
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -92,6 +92,7 @@ class ReadAhead:
             self._thread = threading.Thread(
                 target=self._read, args=(position, count), name="read-ahead", daemon=True
             )
+        if self._thread.ident is None:  # Ctrl-C may have come before it was started
             self._thread.start()
         read = self._queue.get()  # signals are handled meanwhile
         if isinstance(read, BaseException):
@@ -123,7 +124,7 @@ class ReadAhead:
         """
         self._closed.set()
         self._room.release()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(END)
 
     def state(self) -> dict[str, Any]:

@@ -297,8 +297,8 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Compute without dropout and gradients; see also :func:`kept_between_forwards`."""
     training = model.training
-    model.eval()
     try:
+        model.eval()
         with torch.no_grad(), kept_between_forwards(model):
             yield
     finally:

@@ -503,12 +503,13 @@ def report_under_way(files: RunDir) -> Iterator[None]:
     """
     over = threading.Event()
     thread = threading.Thread(target=_keep_writing, args=(files, over), name="shardwise-page")
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         over.set()
-        thread.join()
+        if thread.ident is not None:  # it has been started
+            thread.join()
 
 
 def _keep_writing(files: RunDir, over: threading.Event) -> None:

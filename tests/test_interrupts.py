@@ -1,0 +1,108 @@
+"""Ctrl-C at any line of what records, watches, saves and locks: the next use works."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shardwise
+from shardwise import checkpoint, timeline
+from shardwise._torch.fsdp import torch_groups
+from shardwise.app.recipes.core import rundir
+from shardwise.base import observe
+from shardwise.checkpoint import storage
+from shardwise.checkpoint.disk import commit, files
+from shardwise.checkpoint.ranks import saving
+from shardwise.frontends import torch_groups as observed_groups
+from shardwise.frontends import watch_ranks
+from shardwise.insight import audit
+from shardwise.insight.timeline import recorder, recording
+from tests.harness import run_ranks
+from tests.interrupts import at_every_line
+
+
+def _files(*modules: Any) -> list[str]:
+    return [each.__file__ for each in modules]
+
+
+def test_a_recording() -> None:
+    model = nn.Linear(2, 2)
+    for attempt in at_every_line(_files(recording, recorder, observe)):
+        with attempt, timeline.record():
+            model(torch.ones(1, 2))
+        assert not observe.is_observed(), attempt.where
+        with timeline.record() as recorded:
+            model(torch.ones(1, 2))
+        assert recorded.timeline is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*FileIO:pytest.PytestUnraisableExceptionWarning")  # not a lock
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_a_checkpoint(save: Any, tmp_path: Path) -> None:
+    """What is there is complete, and the next one of the same name can be saved."""
+    model, path = nn.Linear(2, 2), tmp_path / "step"
+    is_here = save is checkpoint.save  # and not in another thread
+    counted = (commit, files, saving, storage) if is_here else (saving,)
+    for attempt in at_every_line(_files(*counted)):
+        with attempt:
+            save(path, model)
+            saving.wait_for_save()
+        saving.wait_for_save()
+        assert not any(each.name.startswith("saving") for each in threading.enumerate())
+        if path.exists():
+            checkpoint.load(path, model)
+            commit.delete(path)
+        checkpoint.save(path, model)
+        commit.delete(path)
+        assert not list(tmp_path.iterdir()), attempt.where
+
+
+def test_the_lock_of_a_run(tmp_path: Path) -> None:
+    run = rundir.RunDir(tmp_path / "run")
+    for attempt in at_every_line(_files(rundir, files)):
+        with attempt, rundir.locked(run):
+            pass
+        with rundir.locked(run):
+            pass
+
+
+def _torchs() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for each in (model[0], model):
+        fully_shard(each)
+    return model
+
+
+def _watched(rank: int, world_size: int) -> None:
+    model = _torchs()
+    before = [each.collectives for each in torch_groups(model)]
+    for attempt in at_every_line(_files(watch_ranks, observed_groups)):
+        with attempt, shardwise.watch_ranks(model):
+            pass
+        assert [each.collectives for each in torch_groups(model)] == before, attempt.where
+        assert not any(each.name == "shardwise-watch" for each in threading.enumerate())
+    with shardwise.watch_ranks(model):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def _audited(rank: int, world_size: int) -> None:
+    model = _torchs()
+    for attempt in at_every_line(_files(audit)):
+        with attempt, shardwise.audit(model):
+            _ = next(iter(model.parameters())) * 2
+        with shardwise.audit(model):
+            _ = next(iter(model.parameters())) * 2
+        assert torch.overrides._get_current_function_mode() is None, attempt.where
+    dist.barrier()
+
+
+@pytest.mark.parametrize("program", [_watched, _audited])
+def test_what_looks_at_ranks(program: Any) -> None:
+    run_ranks(program, 1)
