@@ -144,7 +144,9 @@ def set_first_grad_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
     hooks = parameter._backward_hooks
-    return [hook for key, hook in hooks.items() if key != _FIRST] if hooks else []
+    if not hooks or (len(hooks) == 1 and _FIRST in hooks):  # the rule: this runs in every step
+        return []
+    return [hook for key, hook in hooks.items() if key != _FIRST]
 
 
 def accumulates(parameter: torch.Tensor) -> bool:

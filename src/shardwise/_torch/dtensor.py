@@ -148,7 +148,7 @@ def placed_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def redistributed_as(tensor: DTensor, spec: DTensorSpec) -> DTensor:
     """Return a ``DTensor`` with the placements of ``spec``: itself if it has them."""
-    if tensor._spec is spec or tensor._spec.placements == spec.placements:
+    if tensor._spec.placements == spec.placements:
         return tensor
     return tensor.redistribute(placements=spec.placements)
 
@@ -160,12 +160,14 @@ def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     the same on all ranks, so all of them redistribute it, or none.
     """
     grad = parameter.grad
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
-        placed = redistributed_as(grad, parameter._spec)
-        if placed is not grad:
-            parameter.grad = placed
-        return placed
-    return grad
+    if not (isinstance(grad, DTensor) and isinstance(parameter, DTensor)):
+        return grad
+    if grad._spec is parameter._spec:  # as gradients of a model are
+        return grad
+    placed = redistributed_as(grad, parameter._spec)
+    if placed is not grad:
+        parameter.grad = placed
+    return placed
 
 
 def on_mesh(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
