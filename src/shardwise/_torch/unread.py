@@ -161,7 +161,8 @@ class Unread(torch.Tensor):
 def settle(modules: Iterable[nn.Module]) -> None:
     """Give modules tensors of torch's own in place of those that they took as they were."""
     for module in modules:
-        for table in (module._parameters, module._buffers, module.__dict__):
+        table: dict[str, Any]
+        for table in (module._parameters, module._buffers, vars(module)):  # type: ignore[assignment]
             for name, value in [*table.items()]:
                 if isinstance(value, Unread):
                     table[name] = value.settled()
