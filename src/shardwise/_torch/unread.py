@@ -161,8 +161,8 @@ class Unread(torch.Tensor):
 def settle(modules: Iterable[nn.Module]) -> None:
     """Give modules tensors of torch's own in place of those that they took as they were."""
     for module in modules:
-        table: dict[str, Any]
-        for table in (module._parameters, module._buffers, vars(module)):  # type: ignore[assignment]
+        tables: Any = (module._parameters, module._buffers, vars(module))
+        for table in tables:
             for name, value in [*table.items()]:
                 if isinstance(value, Unread):
                     table[name] = value.settled()
