@@ -151,7 +151,11 @@ def test_ranks_refuse_together() -> None:
         ),
         (shardwise.relayout, {"model": nn, "group": 3}, "group: found 3, expected a ProcessGroup"),
         (transfer, {"source": 3, "target": None}, r"source: found 3, expected .*\(an nn.Module"),
-        (transfer, {"source": (nn, None), "target": (3, None)}, "target: found a tuple, expected"),
+        (
+            transfer,
+            {"source": (nn, None), "target": (3, None)},
+            "target: found a tuple of int, NoneType, expected",
+        ),
     ):
         simulate(run, 1, function, given, message)
 
@@ -203,9 +207,9 @@ def test_what_stands_for_a_type_passes() -> None:
 
     function(torch.tensor(3), True, [0.9, torch.tensor(0.1)], ("a", "b"), None)  # type: ignore[arg-type]
     for change, message in (
-        ({"betas": (0.9,)}, r"betas: found a tuple, expected \(a number, a number\)"),
+        ({"betas": ("x", 1)}, r"betas: found a tuple of str, int, expected \(a number, a number\)"),
         ({"names": "ab"}, "names: found 'ab', expected a list, each a string"),
-        ({"names": [1]}, "names: found a list, expected a list, each a string"),
+        ({"names": [1]}, "names: found a list of int, expected a list, each a string"),
         ({"share": "1"}, "share: found '1', expected a number"),
         ({"wire": Path("w")}, r"wire: found PosixPath\('w'\), expected a Wire or None"),
     ):

@@ -91,7 +91,7 @@ def test_roots_over_the_same_ranks_share_a_transport(rank: int, world_size: int)
     assert all(chunk.weight.grad is not None for chunk in chunks)
     shared = {id(group_of(chunk).mesh.shard) for chunk in chunks}
     assert len(shared) == 1
-    with pytest.raises(ValueError, match="found Linear"):
+    with pytest.raises(TypeError, match=r"of FSDPLinear, Linear, expected .* an FSDPModule"):
         share_comm_ctx([chunks[0], nn.Linear(2, 2)])
 
 

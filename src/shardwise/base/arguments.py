@@ -89,8 +89,15 @@ def check_timeout(name: str, value: float) -> None:
 
 def _check(name: str, value: Any, expected: Any) -> None:
     if not _fits(value, expected):
-        shown = repr(value)[:80] if isinstance(value, _SHOWN) else _a(type(value).__name__)
-        raise TypeError(f"{name}: found {shown}, expected {_in_words(expected)}")
+        raise TypeError(f"{name}: found {_shown(value)}, expected {_in_words(expected)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, _SHOWN):
+        return repr(value)[:80]
+    items = value[:_LOOKED_AT] if isinstance(value, list | tuple) else ()
+    kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in items))
+    return f"{_a(type(value).__name__)}{kinds and f' of {kinds}'}"
 
 
 @cache
@@ -131,9 +138,8 @@ def _fits(value: Any, expected: Any) -> bool:
         return isinstance(value, SupportsIndex if kind is int else SupportsIndex | SupportsFloat)
     if kind is os.PathLike or issubclass(kind, os.PathLike):
         return isinstance(value, os.PathLike)
-    if kind is tuple and parts and ... not in parts:
-        is_right = isinstance(value, tuple | list) and len(value) == len(parts)
-        return is_right and all(map(_fits, value, parts))
+    if kind is tuple and parts and ... not in parts:  # functions say how many, in better words
+        return isinstance(value, tuple | list) and all(map(_fits, value, parts))
     if kind in (list, tuple, set):  # any other that can be gone through will do
         kind = collections.abc.Iterable
     if issubclass(kind, collections.abc.Iterable) and issubclass(collections.abc.Sequence, kind):
@@ -167,4 +173,4 @@ def _in_words(expected: Any) -> str:
 
 
 def _a(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return f"{'an' if name[0] in 'AEIOUaeiou' or name.startswith('FSDP') else 'a'} {name}"

@@ -190,14 +190,17 @@ def test_an_error_in_the_background_is_reported_once(tmp_path: Path) -> None:
         raise OSError("full")
 
     handle = Handle(fail, tmp_path / "a")
+    handle.start()
     with pytest.raises(CheckpointError, match=r"^full$") as caught:
         handle.result(timeout=10)
     assert isinstance(caught.value.__cause__, OSError)
     handle.join()
     assert handle.done()
     unreported = Handle(fail, tmp_path / "b")
+    unreported.start()
     with pytest.raises(CheckpointError, match=r"^full$"):
         unreported.join()
     known = Handle(fail, tmp_path / "c")
+    known.start()
     known.mark_reported()
     known.join()

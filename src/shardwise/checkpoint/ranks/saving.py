@@ -223,7 +223,11 @@ class Handle:
             self.result()
 
     def join_thread(self, timeout: float | None = None) -> None:
-        """Wait, if the thread was started: Ctrl-C may have come before."""
+        """Wait for the thread, if it was started: Ctrl-C may have come before.
+
+        Args:
+            timeout: longest time to wait, in seconds; forever if ``None``.
+        """
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
