@@ -76,7 +76,7 @@ def per_rank(value: Any) -> LocalValue:
         extra = checkpoint.load(path, model, optimizer)
         torch.set_rng_state(extra["random"].local())
 
-    Every rank passes one under the same key. :func:`load` returns a :class:`PerRank` of all of them
+    Every rank passes one under the same key. :func:`load` returns a ``PerRank`` of all of them
     there, on any number of ranks.
 
     Args:
