@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
+from shardwise._torch import operations
+
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
 
 
@@ -336,13 +338,6 @@ def handle(handlers: Mapping[Operator, Handler]) -> None:
     DTensor._op_dispatcher._custom_op_handlers.update(handlers)
 
 
-def written_by(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the argument that an operator writes to; ``None`` if it makes a tensor."""
-    if not operator._schema.is_mutable:
-        return None
-    return kwargs["out"] if "out" in kwargs else args[0]
-
-
 def compute(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator of ``DTensor``s as torch does if nobody handles it."""
     dispatcher = DTensor._op_dispatcher
@@ -352,9 +347,9 @@ def compute(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return found
     info.output_sharding = found
     local = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
-    written = written_by(operator, args, kwargs)
-    if written is not None:
-        return written
+    written = operations.written_by(operator, args, kwargs)
+    if written:
+        return written[0]
     made = dispatcher.wrap(local, found.output_spec)
     return return_and_correct_aliasing(operator, args, kwargs, made)  # type: ignore[no-untyped-call]
 

@@ -98,22 +98,23 @@ def with_versions(
 
 def customizes_loading(modules: Iterable[nn.Module]) -> bool:
     """Whether modules have a say in what ``load_state_dict`` makes of values and names."""
-    return any(
-        _has_foreign(module._load_state_dict_pre_hooks.values())
-        or _has_foreign(module._load_state_dict_post_hooks.values())
-        or _is_overridden(module, "_load_from_state_dict")
-        or _is_overridden(module, "load_state_dict")
-        for module in modules
-    )
+    hooks = "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+    return _have_foreign(modules, hooks, ("_load_from_state_dict", "load_state_dict"))
 
 
 def customizes_saving(modules: Iterable[nn.Module]) -> bool:
     """Whether modules have a say in what ``state_dict`` returns."""
+    hooks = "_state_dict_pre_hooks", "_state_dict_hooks"
+    return _have_foreign(modules, hooks, ("_save_to_state_dict", "state_dict"))
+
+
+def _have_foreign(
+    modules: Iterable[nn.Module], hooks: Iterable[str], methods: Iterable[str]
+) -> bool:
+    """Whether a module has hooks or methods of its own, by the names of torch's."""
     return any(
-        _has_foreign(module._state_dict_hooks.values())
-        or _has_foreign(module._state_dict_pre_hooks.values())
-        or _is_overridden(module, "_save_to_state_dict")
-        or _is_overridden(module, "state_dict")
+        any(_has_foreign(getattr(module, each).values()) for each in hooks)
+        or any(_is_overridden(module, each) for each in methods)
         for module in modules
     )
 

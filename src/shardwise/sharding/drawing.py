@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
-from shardwise._torch import dtensor
+from shardwise._torch import dtensor, operations
 from shardwise.transport.peers import Peers
 
 _Args = tuple[Any, ...]
@@ -51,7 +51,7 @@ def _handlers() -> dict[dtensor.Operator, dtensor.Handler]:
     aten = torch.ops.aten
     packets = [getattr(aten, name) for name in _DRAWING]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    whole = [each for each in overloads if torch.Tag.nondeterministic_seeded in each.tags]
+    whole = [each for each in overloads if operations.is_random(each)]
     whole += [aten.eye.out, aten.eye.m_out]
     found: dict[dtensor.Operator, dtensor.Handler] = dict.fromkeys(whole, _compute_whole)
     return found | {aten.select.int: _select, aten.any.default: _any}
@@ -91,10 +91,10 @@ def _compute_whole(operator: dtensor.Operator, args: _Args, kwargs: _Kwargs) -> 
 
     fulls = tuple(whole(each) for each in args), {key: whole(kwargs[key]) for key in kwargs}
     made = operator(*fulls[0], **fulls[1])
-    written = dtensor.written_by(operator, args, kwargs)
-    if written is not None:
-        dtensor.local_of(written).copy_(_same_on_replicas(made[part], like))
-        return written
+    written = operations.written_by(operator, args, kwargs)
+    if written:
+        dtensor.local_of(written[0]).copy_(_same_on_replicas(made[part], like))
+        return written[0]
     spec = dtensor.spec_of(like)
     parts = [
         dtensor.wrap_local(
