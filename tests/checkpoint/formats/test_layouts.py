@@ -106,6 +106,20 @@ LAYOUTS: dict[str, tuple[Paths, Paths, Paths]] = {
             ("extra", "d", "param_groups", 0, "lr"),
         ),
     ),
+    "an optimizer of each parameter, as torchtune saves those that step in backward": (
+        (
+            ("model", "a"),
+            ("optimizer", "a", "state", "0", "exp_avg"),
+            ("optimizer", "b", "state", "0", "exp_avg"),
+        ),
+        (("optimizer", "a", "param_groups", 0, "lr"),),
+        (
+            ("model", "a"),
+            ("extra", "optimizer", "a", "state", "0", "exp_avg"),
+            ("extra", "optimizer", "b", "state", "0", "exp_avg"),
+            ("extra", "optimizer", "a", "param_groups", 0, "lr"),
+        ),
+    ),
     "a model with a module named state": (
         (("model", "state.weight"), ("optimizer", "state", "state.weight", "exp_avg")),
         (),
@@ -171,3 +185,10 @@ def test_several_models_beside_each_other_ask_which(tmp_path: Path) -> None:
         (tmp_path / f"pytorch_model_fsdp_{number}" / ".metadata").touch()
     with pytest.raises(CheckpointError, match=r"several models: .*_0, .*_1; name one"):
         open_source(tmp_path)
+
+
+def test_a_model_in_one_file_of_composer_is_found(tmp_path: Path) -> None:
+    saved = {"state": {"model": {"w": torch.ones(2)}, "optimizers": {"AdamW": {}}}, "rng": []}
+    torch.save(saved, tmp_path / "ep1.pt")
+    with open_source(tmp_path / "ep1.pt") as source:
+        assert source.tensors.keys() == {("model", "w")}

@@ -19,6 +19,7 @@ from shardwise.checkpoint.formats.rank_files import (
     sets_of_rank_files,
 )
 from shardwise.checkpoint.formats.source import Source
+from shardwise.checkpoint.formats.torchfile import DEEPSPEED
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
@@ -29,8 +30,9 @@ _LIGHTNING = ".ckpt"  # as torch.save writes it
 _TORCH_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin")
 #: Files of programs whose folders are not read: what they are, and what to do.
 _FOREIGN = {
-    "**/*_optim_states.pt": "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a "
-    "model of them",
+    "**/*_optim_states.pt": DEEPSPEED,
+    "**/zero/*/fp32.pt": "DeepSpeed's universal checkpoint; its zero_to_fp32.py makes a model of "
+    "the checkpoint that it was made of",
     "pytorch_model_fsdp*_rank*.bin": "Accelerate, one for each rank, which do not say where a "
     "shard is in its tensor; save with SHARDED_STATE_DICT and use_dcp, or FULL_STATE_DICT",
 }
@@ -68,14 +70,23 @@ def find_checkpoint(path: Path) -> Path:
     for name in _TORCH_FILES:
         if (path / name).is_file():
             return path / name
-    for pattern, what in _FOREIGN.items():
-        if found := next(path.glob(pattern), None):
-            raise CheckpointError(f"{found}: found files of {what}")
+    refuse_foreign(path)
     raise CheckpointError(
         f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
         "a .safetensors file (hf), a file of torch.save, files of all ranks, or step-... folders, "
         "one of them complete"
     )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Say what to do about files in a folder that other software alone reads.
+
+    Raises:
+        CheckpointError: there are such files.
+    """
+    for pattern, what in _FOREIGN.items():
+        if found := min(folder.glob(pattern), default=None):
+            raise CheckpointError(f"{found}: found files of {what}")
 
 
 def _rank_files(path: Path) -> list[Path]:

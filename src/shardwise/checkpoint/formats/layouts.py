@@ -43,6 +43,8 @@ def sections(paths: Sequence[StatePath], tensors: frozenset[StatePath]) -> list[
     if {path[0] for path in inner} == set(_PARTS):  # an optimizer's state dict alone
         return [_optimizer_path(path) for path in inner]
     optimizers = _optimizer_keys(inner)
+    within = {path[1] for path in inner if path[0] in optimizers and _is_named(path)}
+    alone = optimizers if len(within) < 2 else []  # else one of each class, or each parameter
     of_them = [_optimizer_path(_below(path)) for path in inner if path[0] in optimizers]
     trained = {str(path[2]) for path in of_them if len(path) > 2}
     is_model = _model([path for path in inner if path[0] not in optimizers], named, trained)
@@ -50,7 +52,7 @@ def sections(paths: Sequence[StatePath], tensors: frozenset[StatePath]) -> list[
     for path, old in zip(inner, paths, strict=True):
         if outer is not None and old[0] != outer:
             found.append(("extra", *old))
-        elif [path[0]] == optimizers and len(path) > 1:
+        elif [path[0]] == alone and len(path) > 1:
             found.append(_optimizer_path(_below(path)))
         else:
             found.append(is_model(path) or _extra(path))
@@ -83,8 +85,12 @@ def _optimizer_keys(paths: Iterable[StatePath]) -> list[str | int]:
 
 def _below(path: StatePath) -> StatePath:
     """The path inside an optimizer, without the name of its class if that is there."""
-    named = len(path) > 3 and path[2] in _PARTS and path[1] not in _PARTS
-    return path[2:] if named else path[1:]
+    return path[2:] if _is_named(path) else path[1:]
+
+
+def _is_named(path: StatePath) -> bool:
+    """Whether a path has a name between the key of the optimizers and the parts of one of them."""
+    return len(path) > 3 and path[2] in _PARTS and path[1] not in _PARTS
 
 
 def _optimizer_path(path: StatePath) -> StatePath:

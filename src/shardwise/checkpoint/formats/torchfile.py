@@ -59,6 +59,16 @@ _MOST_STEPS = 1 << 23  # a tensor takes about 40
 _TIMES, _FREE = 64, 1 << 24
 # Keys under which training scripts save the state dict of a model.
 _MODEL = ("model", "state_dict", "model_state_dict")
+#: What to do to the parts that DeepSpeed saves on each rank.
+DEEPSPEED = "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a model of them"
+#: Files that only other software can read, by a name in their pickles: what they are, what to do.
+_OF_OTHERS = {
+    b"torch.distributed._shard.sharded_tensor": "is a rank's local or sharded state dict of torch's"
+    " FSDP1, whose shards torch.load alone can read; save it with torch.distributed.checkpoint",
+    b"torch_xla.utils.serialization": "torch_xla.utils.serialization.save wrote it, without the "
+    "tensors; save what torch_xla.utils.serialization.load returns with torch.save",
+    b"deepspeed.runtime": f"is one of the files of {DEEPSPEED}",
+}
 
 
 @dataclass(frozen=True)
@@ -121,11 +131,9 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     try:
         tree = load(data, names.find, _MOST_STEPS, names.storage, length)
     except PickleError as error:
-        if b"torch.distributed._shard.sharded_tensor" in data:
-            raise CheckpointError(
-                f"{path}: is a rank's local or sharded state dict of torch's FSDP1, whose shards "
-                "torch.load alone can read; save it with torch.distributed.checkpoint"
-            ) from None
+        for name, what in _OF_OTHERS.items():
+            if name in data:
+                raise CheckpointError(f"{path}: {what}") from None
         raise CheckpointError(
             f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
@@ -409,7 +417,7 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
 
 
 class TorchSource(ExtentSource):
-    """The model in a file of ``torch.save``: the contents of ``model``, or else the whole file.
+    """The model in a file of ``torch.save``: what :func:`_model_in` finds, or the whole file.
 
     Args:
         where: path of the file.
@@ -423,7 +431,7 @@ class TorchSource(ExtentSource):
         tree = read_tree(where)
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{where}: found a {type(tree).__name__}, expected a state dict")
-        model = next((tree[key] for key in _MODEL if isinstance(tree.get(key), Mapping)), tree)
+        model = _model_in(tree, where)
         self._stored = dict(_tensors(("model",), model, str(where)))
         if not self._stored:
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
@@ -435,6 +443,27 @@ class TorchSource(ExtentSource):
         stored = self._stored[path]
         box = full_box(stored.info.shape)
         return [Extent(box, self.where, stored.start, stored.strides, stored.bits)]
+
+
+def _model_in(tree: Mapping[Any, Any], where: Path) -> Mapping[Any, Any]:
+    """The state dict of the model among what a program saved.
+
+    Raises:
+        CheckpointError: it has no more than a rank's part of it.
+    """
+    if "ds_version" in tree and isinstance(module := tree.get("module"), Mapping):
+        groups = tree.get("param_shapes")
+        shapes = [each for each in groups or () if isinstance(each, dict)]
+        for name, shape in (item for each in shapes for item in each.items()):
+            held = module.get(name)
+            if isinstance(held, StoredTensor) and held.info.shape != shape:
+                raise CheckpointError(f"{where}: is one of the files of {DEEPSPEED}")
+        return module
+    inner = tree.get("state")  # of Composer
+    outer = (
+        inner if isinstance(inner, Mapping) and isinstance(inner.get("model"), Mapping) else tree
+    )
+    return next((outer[key] for key in _MODEL if isinstance(outer.get(key), Mapping)), outer)
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:

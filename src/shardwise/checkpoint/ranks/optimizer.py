@@ -30,6 +30,10 @@ from shardwise.checkpoint.disk.entries import TensorEntry, torch_dtype
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_UNNAMED = (
+    "; numbers do not tell whose the states are: load the model alone, or save what torch's "
+    "get_optimizer_state_dict returns"
+)
 
 
 def parameter_names(model: nn.Module, saved: Mapping[str, Any]) -> dict[Tensor, str]:
@@ -219,7 +223,10 @@ def destinations(
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         param = mine.get(str(entry.path[2]))
         if param is None or id(param) not in held:
-            raise CheckpointError(f"{entry.fqn}: the optimizer has no parameter of this name")
+            of_numbers = str(entry.path[2]).isdecimal()  # as in torch's optimizer.state_dict()
+            raise CheckpointError(
+                f"{entry.fqn}: the optimizer has no parameter of this name{_UNNAMED * of_numbers}"
+            )
         if kept is not None:
             made_whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return made_whole if param in kept else None

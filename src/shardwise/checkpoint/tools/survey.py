@@ -14,7 +14,13 @@ from shardwise.checkpoint.disk.entries import TensorEntry
 from shardwise.checkpoint.disk.files import size_of
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
-from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
+from shardwise.checkpoint.formats.detect import (
+    Format,
+    format_of,
+    open_source,
+    refuse_foreign,
+    steps_root,
+)
 from shardwise.checkpoint.formats.rank_files import files_beside, sets_of_rank_files
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 
@@ -58,7 +64,8 @@ def list_checkpoints(path: Path) -> list[Listed]:
         path: a run, a folder of ``step-...`` folders, or a checkpoint of any format.
 
     Raises:
-        CheckpointError: the path does not exist, or is a file that is no checkpoint.
+        CheckpointError: the path does not exist, is a file that is no checkpoint, or has files that
+            other software alone reads.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: found nothing there, expected a folder of checkpoints")
@@ -72,6 +79,7 @@ def list_checkpoints(path: Path) -> list[Listed]:
         return [_look(path)]
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: found a file, expected a folder of checkpoints")
+    refuse_foreign(path)
     return []
 
 
