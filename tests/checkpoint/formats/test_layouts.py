@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import StatePath
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
+from shardwise.checkpoint.formats.torchfile import read_tree
 
 Paths = tuple[StatePath, ...]
 
@@ -188,7 +191,17 @@ def test_several_models_beside_each_other_ask_which(tmp_path: Path) -> None:
 
 
 def test_a_model_in_one_file_of_composer_is_found(tmp_path: Path) -> None:
-    saved = {"state": {"model": {"w": torch.ones(2)}, "optimizers": {"AdamW": {}}}, "rng": []}
+    state = {
+        "model": {"w": torch.ones(2)},
+        "optimizers": {"AdamW": {}},
+        "timestamp": {"total_wct": datetime.timedelta(days=1, seconds=2)},
+        "metadata": {"torch_version": torch.__version__},
+    }
+    saved = {"state": state, "rng": [{"numpy": np.random.RandomState(0).get_state()}]}
     torch.save(saved, tmp_path / "ep1.pt")
     with open_source(tmp_path / "ep1.pt") as source:
         assert source.tensors.keys() == {("model", "w")}
+    assert read_tree(tmp_path / "ep1.pt")["state"]["timestamp"] == {"total_wct": 86402.0}
+    torch.save({"w": np.ones(2)}, tmp_path / "arrays.pt")
+    with pytest.raises(CheckpointError, match="w is a numpy array, expected a tensor"):
+        open_source(tmp_path / "arrays.pt")

@@ -230,7 +230,9 @@ def _plain(value: Any, where: str) -> Any:
     """Check that a value has plain values alone; bytes that were in a file in memory are bytes."""
     value = replaced_in(value, _contents)
     if not all(isinstance(each, _PLAIN) for each in held_in(value)):
-        raise CheckpointError(f"{where}: found tensors inside a value, expected plain values")
+        raise CheckpointError(
+            f"{where}: found tensors or arrays inside a value, expected plain values"
+        )
     return value
 
 

@@ -21,6 +21,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -205,6 +206,8 @@ class _PickledNames:
                 return value
         if (module, name) == ("_io", "BytesIO"):
             return object_constructor(name, io.BytesIO)
+        if (module, name) in _NUMPY:
+            return object_constructor(name, "a numpy array")
         if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
         return None
@@ -365,6 +368,14 @@ def _layout(args: tuple[Any, ...]) -> torch.layout:
     return found
 
 
+def _text(args: tuple[Any, ...]) -> str:
+    """The text that a subclass of ``str`` was made of."""
+    (found,) = args
+    if type(found) is not str:
+        raise TypeError(f"found a {type(found).__name__}, expected a string")
+    return found
+
+
 def _dict(args: tuple[Any, ...]) -> dict[Any, Any]:
     """An empty dict, whose items follow in the pickle; or, for a ``Counter``, the dict given."""
     (found,) = args or ({},)
@@ -408,11 +419,22 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
         ("set", "builtins"): _set,
         ("complex", "builtins"): _complex,
         ("_get_layout", "torch.serialization"): _layout,
+        ("timedelta", "datetime"): lambda args: timedelta(*args).total_seconds(),
+        ("TorchVersion", "torch.torch_version"): _text,
         ("Tensor", "torch"): _no_object,
         ("Parameter", "torch.nn.parameter"): _no_object,
         ("UntypedStorage", "torch.storage"): _no_object,
         **{(name, "torch"): _no_object for name in _STORAGES},
     }.items()
+}
+
+
+#: Parts of numpy's arrays, which programs save beside a model, as in random states.
+_NUMPY = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy.core.multiarray", "_reconstruct"),
 }
 
 
@@ -475,6 +497,8 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             yield from _tensors((*path, key), item, where)
     elif isinstance(tree, StoredTensor):
         yield path, tree
+    elif isinstance(tree, PickledObject) and tree.kind == "a numpy array":
+        raise CheckpointError(f"{where}: {dotted(path[1:])} is a numpy array, expected a tensor")
     elif isinstance(tree, StoredShard | PickledObject):
         raise CheckpointError(
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
