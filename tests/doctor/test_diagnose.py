@@ -17,12 +17,12 @@ from shardwise.base.scratch import libc
 from tests.cli.shell import call
 from tests.programs import shell_environment, start_program
 
-GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "hosts.md"
 
 
 def documented_checks() -> list[str]:
-    """The checks that the table of the guide has a row for, in the order in which they run."""
-    table = GUIDE.read_text().split("## Troubleshooting")[1]
+    """The checks that the table of the page has a row for, in the order in which they run."""
+    table = GUIDE.read_text().split("## What the doctor checks")[1]
     return re.findall(r"^\| `([\w ]+)` \|", table, re.MULTILINE)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import PeerLostError, RanksDivergedError
+from shardwise.frontends import watch_ranks
 from tests.harness import Processes, run_ranks
 from tests.with_fsdp2.models import BLOCKS, WAYS, Way, batch, shard, train
 
@@ -111,3 +113,16 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_watched_is_refused() -> None:
     run_ranks(_refused, 2)
+
+
+def _watched() -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(4, 4))
+    with shardwise.watch_ranks(model):
+        model(torch.ones(2, 4)).sum().backward()
+        time.sleep(0.2)  # a look comes, which fails the test if it raises
+
+
+def test_simulated_ranks_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_ranks, "_LOOK_SECONDS", 0.01)
+    shardwise.simulate(_watched, 2)

@@ -107,6 +107,7 @@ class _Watch:
         self._peers = peers
         self._seconds = seconds
         self._key = f"shardwise/watch-ranks/{next(peers.once(_numbers))}"
+        self._store = self._peers.store  # a thread of a simulated rank does not find it
         self._thread = threading.Thread(target=self._look, daemon=True, name="shardwise-watch")
         self._main = threading.get_ident()
         self._is_over = threading.Event()
@@ -175,7 +176,7 @@ class _Watch:
 
     def _report(self, doing: str, waited: float) -> RanksDivergedError:
         """Ask all ranks where they are, and make the error that says it."""
-        store, rank = self._peers.store, self._peers.rank
+        store, rank = self._store, self._peers.rank
         store.set(f"{self._key}/asked", str(rank))
         self._answer()
         until = time.monotonic() + _ANSWER_SECONDS
@@ -200,13 +201,13 @@ class _Watch:
         if not self._has_answered:
             self._has_answered = True
             text = f"last {self._last}; now at {line_of(sys._current_frames().get(self._main))}"
-            self._peers.store.set(f"{self._key}/{self._peers.rank}", json.dumps(text))
+            self._store.set(f"{self._key}/{self._peers.rank}", json.dumps(text))
 
     def _look(self) -> None:
         """Answer when another rank asks, and ask when a device has worked for too long."""
         while not self._is_over.wait(_LOOK_SECONDS):
             try:
-                if self._peers.store.check([f"{self._key}/asked"]):
+                if self._store.check([f"{self._key}/asked"]):
                     self._answer()
                     return
                 if (found := self._under_way) is not None:

@@ -1,6 +1,6 @@
 """``shardwise train`` as a function for workers that another program starts, such as Ray Train.
 
-See "On a Ray cluster" in ``docs/multi-node.md``, and ``examples/ray_recipe.py``.
+See "On a Ray cluster" in ``docs/reference/hosts.md``, and ``examples/ray_recipe.py``.
 """
 
 from __future__ import annotations

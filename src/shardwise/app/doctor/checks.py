@@ -52,7 +52,7 @@ class Finding:
     """What a check has found.
 
     Attributes:
-        check: the name of the check, as the table in ``docs/multi-node.md`` has it.
+        check: the name of the check, as the table in ``docs/reference/hosts.md`` has it.
         level: how severe it is.
         text: what was found.
         advice: what to do; empty if nothing is to be done.
