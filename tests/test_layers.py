@@ -43,7 +43,16 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
+        [
+            "arguments",
+            "interrupts",
+            "lazy",
+            "mixing",
+            "optim_names",
+            "ordering",
+            "places",
+            "portions",
+        ],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["devices"],
