@@ -43,17 +43,8 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        [
-            "arguments",
-            "interrupts",
-            "lazy",
-            "mixing",
-            "optim_names",
-            "ordering",
-            "places",
-            "portions",
-        ],
-        ["html", "plain", "units"],
+        ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
+        ["html", "interrupts", "plain", "units"],
         ["observe", "scratch"],
         ["devices"],
         ["offload"],

@@ -40,7 +40,7 @@ def noted() -> Iterator[Callable[[], None]]:
                     signal.signal(signum, note)
         yield check
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if len(waiting) == 1:
             before[waiting[0][0]](*waiting[0])

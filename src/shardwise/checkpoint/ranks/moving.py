@@ -265,8 +265,9 @@ def transfer(
     What is moved is gone: parameters of ``source`` that ``fully_shard`` has sharded are on the meta
     device afterwards, and its optimizer has no state. If ranks do not agree on what to move, all
     raise and nothing has changed. If a rank fails later, rows go back to where they came from, and
-    ``source`` is as it was. If a rank is lost, or fails again meanwhile, so is ``source``; and
-    ``target`` is lost in any case: what uses it raises an error, so build it again.
+    ``source`` is as it was. If a rank is lost, fails again meanwhile, or has rounded values to
+    another dtype of ``target``, so is ``source``. ``target`` is lost in any case: what uses it
+    raises an error, so build it again.
 
     Args:
         source: what this rank trained, between two steps; ``None`` on ranks that did not.
