@@ -42,5 +42,5 @@ def noted() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if len(waiting) == 1:
+        if waiting:
             before[waiting[0][0]](*waiting[0])

@@ -203,14 +203,17 @@ class Ranks:
         self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: BaseException | None
     ) -> tuple[list[Any], BaseException | None]:
         failures = [each for each in parts if isinstance(each, _Failure)]
-        if not failures:
-            answers, error = self._attempt(lambda: answer(parts))
-            if not isinstance(answers, _Failure):
-                return answers, None
-            failures = [answers]
-        # A lost rank may be the consequence of another rank's failure, so failures come first.
-        first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
-        return [type(first)(first.rank, first.reason)] * self.size, error
+        try:
+            if not failures:
+                answers, error = self._attempt(lambda: answer(parts))
+                if not isinstance(answers, _Failure):
+                    return answers, None
+                failures = [answers]
+            # A lost rank may be the consequence of another rank's failure: failures come first.
+            first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
+            return [type(first)(first.rank, first.reason)] * self.size, error
+        finally:
+            del error  # or the frame that it came from would lead to it
 
     def _answered(self, mine: Any) -> Any:
         """Send a result to the first rank, and return its answer: one wait for both."""
