@@ -21,8 +21,10 @@ from shardwise.base.arguments import _expected, _fits, check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import transfer
 from shardwise.diloco import Quorum, QuorumServer
+from shardwise.frontends.pretrained.api import save_pretrained
 from shardwise.transport.wire import Wire
 from shardwise.weights.sglang import SGLangServer
+from tests.worlds import on_processes
 
 
 class Odd:
@@ -158,6 +160,42 @@ def test_ranks_refuse_together() -> None:
         ),
     ):
         simulate(run, 1, function, given, message)
+
+
+TOGETHER_FROM_FILES: dict[str, Callable[[Path, nn.Module, Any], Any]] = {
+    "optimizer: found 3": lambda path, model, wrong: checkpoint.save(path, model, wrong),
+    "extra: found 3": lambda path, model, wrong: checkpoint.async_save(path, model, None, wrong),
+    "keep_last: found 0": lambda path, model, wrong: checkpoint.save(
+        path, model, keep_last=wrong and 0
+    ),
+    " optimizer: found 3": lambda path, model, wrong: checkpoint.load(path, model, wrong),
+    "buffer: found None": lambda path, model, wrong: checkpoint.load_weights(
+        path, model, buffer=None if wrong else 1 << 20
+    ),
+    "max_shard_size: found '1'": lambda path, model, wrong: checkpoint.save_hf(
+        path, model, max_shard_size="1" if wrong else 1 << 20
+    ),
+    "buffers: found 1": lambda path, model, wrong: shardwise.publish(
+        model, "policy", to=path, buffers=1 if wrong else 2
+    ),
+    "model: found a FSDPLinear": lambda path, model, wrong: save_pretrained(model, path),
+}
+
+
+@on_processes(2)
+def test_a_mistake_on_one_rank_raises_there_and_names_it_on_others(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model = shardwise.fully_shard(nn.Linear(4, 4))
+    for message, call in TOGETHER_FROM_FILES.items():
+        kinds = (TypeError, ValueError)
+        if rank == 0 and "FSDP" not in message:
+            kinds = (CheckpointError,)
+            message = rf"rank 1: (Type|Value)Error: {message.strip()}"
+        with pytest.raises(kinds, match=f"^{message.strip()}" if rank else message):
+            call(tmp_path / "made", model, 3 if rank == 1 else None)
+        assert not list(tmp_path.iterdir())
+    checkpoint.save(tmp_path / "made", model)
 
 
 def test_a_transfer_to_nowhere_is_refused_and_the_training_is_still_there() -> None:

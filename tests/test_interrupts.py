@@ -20,8 +20,10 @@ from shardwise.base import observe
 from shardwise.checkpoint import storage
 from shardwise.checkpoint.disk import commit, files
 from shardwise.checkpoint.ranks import saving
+from shardwise.diloco import QuorumServer, quorum_server
+from shardwise.elastic import store
+from shardwise.frontends import summon, watch_ranks
 from shardwise.frontends import torch_groups as observed_groups
-from shardwise.frontends import watch_ranks
 from shardwise.insight import audit
 from shardwise.insight.timeline import recorder, recording
 from tests.harness import run_ranks
@@ -103,6 +105,30 @@ def _audited(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("program", [_watched, _audited])
+def _summoned(rank: int, world_size: int) -> None:
+    model = shardwise.FullyShardedDataParallel(nn.Linear(2, 2))
+    before = model.module.weight.full_tensor().clone()
+    for attempt in at_every_line(_files(summon)):
+        with attempt, model.summon_full_params(model):
+            model.module.weight.detach().add_(1)
+        with model.summon_full_params(model):
+            assert not hasattr(model.module.weight, "full_tensor"), attempt.where
+        assert hasattr(model.module.weight, "full_tensor"), attempt.where
+        model(torch.ones(1, 2)).sum().backward()
+    assert not torch.equal(model.module.weight.full_tensor(), before)
+
+
+def test_servers() -> None:
+    for attempt in at_every_line(_files(quorum_server, store)):
+        made = []
+        with attempt:
+            made.append(QuorumServer(1, deadline=1.0))
+        for server in made:
+            server.close()
+        running = [each.name for each in threading.enumerate() if "shardwise" in each.name]
+        assert not set(running) & {"shardwise store", "shardwise quorum"}, attempt.where
+
+
+@pytest.mark.parametrize("program", [_watched, _audited, _summoned])
 def test_what_looks_at_ranks(program: Any) -> None:
     run_ranks(program, 1)

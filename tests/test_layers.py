@@ -44,7 +44,7 @@ INNER_LAYERS = {
     "base": [
         ["errors"],
         ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
-        ["html", "plain", "units"],
+        ["html", "interrupts", "plain", "units"],
         ["observe", "scratch"],
         ["devices"],
         ["offload"],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import signal
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,14 @@ from shardwise import (
     optim,
     relayout,
 )
+from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError, MisuseError
 from shardwise.checkpoint.ranks import moving
-from shardwise.checkpoint.ranks.state import strategy_of
+from shardwise.checkpoint.ranks.state import state_of, strategy_of
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.peers import new_group
-from tests.worlds import on_processes, on_threads
+from tests.worlds import Ranks, on_processes, on_threads
 
 WIDTH = 8
 
@@ -343,17 +345,24 @@ def test_steps_in_backward_go_on(rank: int, world_size: int, place: str, tmp_pat
         assert_same(whole(model, optimizer), before)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
 @on_threads(4)
-def test_an_optimizer_that_was_left_behind_is_refused(rank: int, world_size: int) -> None:
+def test_an_optimizer_that_was_left_behind_is_refused(
+    rank: int, world_size: int, is_loaded: bool
+) -> None:
     """Its states have the shape of the new shards, and other rows."""
     model = sharded(mesh_of(2, 2), hidden=8)
     optimizer = optim.Lion(model.parameters())
     steps(model, optimizer)
+    if is_loaded:
+        state = optimizer.state_dict()
+        optimizer = optim.Lion(model.parameters())
+        optimizer.load_state_dict(state)
     other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
     relayout(model, mesh=other)
     model(torch.ones(2, WIDTH)).sum().backward()
     if rank in (1, 2):
-        with pytest.raises(ValueError, match="optimizer state 'exp_avg' of"):
+        with pytest.raises(ValueError, match=r"optimizer state 'exp_avg' of .*where relayout has"):
             optimizer.step()
 
 
@@ -622,18 +631,178 @@ def test_a_relayout_that_fails_on_a_rank_before_anything_moves_changes_nothing(
     steps(model, optimizer)
 
 
+PARTS: dict[str, type] = {
+    "let_go": moving.Departure,
+    "__init__": moving._Arrivals,
+    "take_place": ShardedParam,
+    "fill_place": ShardedParam,
+    "open": moving._Arrivals,
+    "_at_source": moving._Exchange,
+    "_at_target": moving._Exchange,
+    "install": moving._Arrivals,
+}
+MAKERS: dict[str, Callable[[nn.Module, Path], torch.optim.Optimizer]] = {
+    "AdamW": lambda model, _: torch.optim.AdamW(model.parameters()),
+    "whole": lambda model, _: optim.whole(torch.optim.AdamW, model.parameters()),
+    "8 bits": lambda model, _: optim.AdamW8bit(model.parameters()),
+    "Muon": lambda model, _: optim.Muon(optim.muon_groups(model)),
+    "on a disk": lambda model, folder: optim.offload(
+        torch.optim.AdamW(model.parameters()), f"disk:{folder}"
+    ),
+}
+
+
+def _no_memory() -> None:
+    raise MemoryError("no memory left")
+
+
+@contextmanager
+def failing_once(
+    part: str, call: int = 1, error: Callable[[], object] = _no_memory
+) -> Iterator[None]:
+    """Have a part of a move fail on rank 1, after one of its calls."""
+    owner, left = PARTS[part], [call]
+    real = getattr(owner, part)
+
+    def run(*args: Any) -> Any:
+        found = real(*args)
+        if dist.get_rank() == 1:
+            left[0] -= 1
+            if left[0] == 0:
+                error()
+        return found
+
+    with patch.object(owner, part, run):
+        yield
+
+
+def _layout_of(model: nn.Module) -> list[object]:
+    return [
+        (group.mesh, group.options.reshard_after_forward, group.post_forward, param.form.spec)
+        for group in groups_of(model)
+        for param in group.params
+    ]
+
+
+def _fails_and_goes_on(rank: int, world_size: int) -> None:
+    """Rank 2 joins, and rank 0 leaves: what returns has only been on one of the ranks."""
+    first, other = mesh_of(2), DeviceMesh("cpu", [1, 2], mesh_dim_names=("shard",))
+    model = joining(first, reshard_after_forward=2 if rank < 2 else True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank < 2:
+        steps(model, optimizer, 2)
+        before, layout = whole(model, optimizer), _layout_of(model)
+    with pytest.raises(CheckpointError, match="rank 1: MemoryError"):
+        relayout(model, optimizer, mesh=other, strategy="grad-op")
+    if rank < 2:
+        assert _layout_of(model) == layout
+        assert_same(whole(model, optimizer), before)
+        steps(model, optimizer)
+        expected = whole(model, optimizer)
+    else:
+        assert all(param.is_meta for param in model.parameters())
+        assert not optimizer.state
+    relayout(model, optimizer, mesh=other)
+    relayout(model, optimizer, mesh=first)
+    if rank < 2:
+        assert_same(whole(model, optimizer), expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [(part, 1) for part in PARTS]
+    + [(part, 4) for part in ("fill_place", "open", "_at_source", "_at_target")],
+)
+def test_a_relayout_that_fails_on_a_rank_leaves_the_training_as_it_was(
+    threads: Ranks, part: str, call: int
+) -> None:
+    with failing_once(part, call):
+        threads(_fails_and_goes_on, 3)
+
+
+def _goes_on_alike(rank: int, world_size: int, name: str, folder: Path) -> None:
+    trainings = []
+    for _ in range(2):
+        model = sharded(mesh_of(2))
+        optimizer = MAKERS[name](model, folder)
+        steps(model, optimizer, 2)
+        trainings.append((model, optimizer))
+    with pytest.raises(CheckpointError, match="rank 1: MemoryError"):
+        relayout(*trainings[0], strategy="no-shard")
+    for count in (0, 1, 1):
+        for training in trainings:
+            steps(*training, count)
+        found, expected = (state_of(*each, None) for each in trainings)
+        assert found.tensors.keys() == expected.tensors.keys()
+        for key, tensor in found.tensors.items():
+            assert torch.equal(dtensor.plain(tensor), dtensor.plain(expected.tensors[key])), key
+        assert found.values == expected.values
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("part", "call"), [("_at_target", 9), ("install", 1)])
+def test_states_of_every_optimizer_go_back(
+    threads: Ranks, name: str, part: str, call: int, tmp_path: Path
+) -> None:
+    with failing_once(part, call):
+        threads(_goes_on_alike, 2, name, tmp_path)
+
+
+def _keeps_the_source(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    source, target = sharded(mesh_of(2)), sharded(mesh_of(2, 1)).to(dtype)
+    optimizer, its = (torch.optim.AdamW(each.parameters()) for each in (source, target))
+    steps(source, optimizer, 2)
+    before = whole(source, optimizer)
+    with pytest.raises(CheckpointError, match=r"rank 1: MemoryError|it has been rounded"):
+        checkpoint.transfer((source, optimizer), (target, its), {"step": 3})
+    with pytest.raises(MisuseError, match="were lost when transfer failed"):
+        target(torch.ones(2, WIDTH, dtype=dtype))
+    if dtype is torch.float32:
+        assert_same(whole(source, optimizer), before)
+        steps(source, optimizer)
+    else:  # rather than going on with rounded values
+        with pytest.raises(MisuseError, match="were lost when transfer failed"):
+            source(torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transfer_that_fails_leaves_the_source_as_it_was(
+    threads: Ranks, dtype: torch.dtype
+) -> None:
+    with failing_once("_at_target", 9):
+        threads(_keeps_the_source, 2, dtype)
+
+
+@pytest.mark.parametrize("part", ["_at_target", "install"])
+@on_processes(2)
+def test_ctrl_c_on_one_rank(rank: int, world_size: int, part: str) -> None:
+    """All ranks turn back, or the rank ends what it does together with them."""
+    model = sharded(mesh_of(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer, 2)
+    before = whole(model, optimizer)
+    on_others: Any = nullcontext()
+    if part == "_at_target":
+        on_others = pytest.raises(CheckpointError, match="rank 1: RuntimeError: interrupted")
+    ends = pytest.raises(KeyboardInterrupt) if rank == 1 else on_others
+    with failing_once(part, error=lambda: signal.raise_signal(signal.SIGINT)), ends:
+        relayout(model, optimizer, strategy="no-shard")
+    assert strategy_of(model) == ("full" if part == "_at_target" else "no-shard")
+    assert_same(whole(model, optimizer), before)
+    steps(model, optimizer)
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, partial(optim.whole, torch.optim.AdamW)])
 @pytest.mark.parametrize(
     ("owner", "part"),
     [
-        (moving.Departure, "let_go"),
         (moving._Arrivals, "__init__"),
         (ShardedParam, "fill_place"),
         (moving._Arrivals, "install"),
     ],
 )
 @on_threads(2)
-def test_a_training_that_a_relayout_has_lost_says_so_wherever_it_is_used(
+def test_a_training_that_could_not_go_back_either_says_so_wherever_it_is_used(
     rank: int,
     world_size: int,
     make: Callable[..., torch.optim.Optimizer],

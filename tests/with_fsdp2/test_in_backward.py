@@ -220,8 +220,21 @@ def _apart(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.a(x) + net.b(x).sin() + net.c(x)  # type: ignore[no-any-return]
 
 
+def _reentrant(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each use is recomputed by a backward of its own, inside of the other."""
+    x = x.detach().requires_grad_()
+    for each in (net.a, net.b, net.c, net.b):
+        x = checkpoint(each, x, use_reentrant=True)  # type: ignore[assignment]
+    return x
+
+
+def _mixed(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = checkpoint(net.a, x.detach().requires_grad_(), use_reentrant=True)  # type: ignore[assignment]
+    return net.a(net.b(x))  # type: ignore[no-any-return]
+
+
 def _again(rank: int, world_size: int) -> None:
-    for program in (_siamese, _looped, _recomputed, _apart):
+    for program in (_siamese, _looped, _recomputed, _apart, _reentrant, _mixed):
         for has_root in (True, False):
             torch.manual_seed(0)
             nets: list[Any] = [_Again(program)]
@@ -242,6 +255,9 @@ def _again(rank: int, world_size: int) -> None:
                 optimizer.step()
                 its.step()
                 its.zero_grad()
+                for each in (each for net in nets for each in net.modules()):
+                    if isinstance(each, FSDPModule):
+                        each.reshard()  # torch leaves those whose last forward has no gradients
                 _same(*nets)
 
 

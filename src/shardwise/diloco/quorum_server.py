@@ -6,11 +6,11 @@ members of an exchange find each other. Parameters do not pass through it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 
 from shardwise.base import plain
 from shardwise.base.arguments import check_arguments, check_seconds
@@ -32,7 +32,7 @@ _MEETINGS_KEPT = 64  # attempts for which addresses are kept
 _log = logging.getLogger(__name__)
 
 
-class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
+class QuorumServer(AbstractContextManager["QuorumServer"]):
     """A server for replicas that come and go on their own; :class:`Quorum` is the other end.
 
     Use it as a context, or call :meth:`close`.
@@ -73,18 +73,21 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
             raise ValueError(f"replicas: found {replicas}, expected 1 or more")
         for name, seconds in (("deadline", deadline), ("start_timeout", start_timeout)):
             check_seconds(name, seconds)
-        listener = listening(address, port)
-        self.port = int(listener.getsockname()[1])
         first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER
         self._coordinator = Coordinator(
             replicas, deadline, start_timeout, process_clock().now, first
         )
         self._report = report
-        self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
-        self._store.put(PLAN, plain.written(self._coordinator.plan))
-        self._thread.start()
+        with ExitStack() as undo:  # Ctrl-C leaves no thread, nor an open socket
+            listener = undo.enter_context(listening(address, port))
+            self.port = int(listener.getsockname()[1])
+            self._store = undo.enter_context(closing(StoreServer(listener, token.encode())))
+            self._store.put(PLAN, plain.written(self._coordinator.plan))
+            undo.callback(self.close)
+            self._thread.start()
+            undo.pop_all()
 
     def __exit__(self, *_: object) -> None:
         """Close the server."""
@@ -93,7 +96,8 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
     def close(self) -> None:
         """End all connections. Replicas go on training, and look for the server for a while."""
         self._over.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._store.close()
 
     def _watch(self) -> None:

@@ -179,23 +179,28 @@ class StoreServer:
     """
 
     def __init__(self, listener: socket.socket, token: bytes, clock: Clock | None = None) -> None:
-        self._listener = listener
-        self._token = token
-        self._clock = clock or process_clock()
-        self._loop = asyncio.new_event_loop()
-        self._closed = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
-        # Other threads change single values, and look at copies: the interpreter does each at once.
-        self._values: dict[bytes, bytes] = {}
-        self._clients: dict[bytes, _Client] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._listener.setblocking(False)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:  # Ctrl-C leaves no thread, nor an open socket
+            self._listener = undo.enter_context(listener)
+            self._listener.setblocking(False)
+            self._token = token
+            self._clock = clock or process_clock()
+            # Other threads change single values, and look at copies: the interpreter does each at
+            # once.
+            self._values: dict[bytes, bytes] = {}
+            self._clients: dict[bytes, _Client] = {}
+            self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+            self._closed = asyncio.Event()
+            self._loop = undo.enter_context(contextlib.closing(asyncio.new_event_loop()))
+            self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
+            undo.callback(self.close)
+            self._thread.start()
+            undo.pop_all()
 
     def close(self) -> None:
         """End all connections and the thread. Clients raise :class:`StoreClosedError`."""
         self._call(self._closed.set)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._loop.close()
         self._listener.close()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,9 @@ def relayout(
       too: build another model, and move the state into it with
       :func:`shardwise.checkpoint.transfer`.
 
-    If it raises before anything has moved, nothing has changed. If a rank fails or is lost later,
-    what uses the model raises an error: build it again, and load a checkpoint.
+    If it raises, the training is as it was, after Ctrl-C or without memory, too: rows that have
+    moved go back. Only if a rank is lost, or fails again meanwhile, what uses the model raises an
+    error: build it again, and load a checkpoint.
 
     Args:
         model: the model that ``fully_shard`` was applied to, all of it over one mesh.
@@ -85,6 +87,7 @@ def relayout(
             own if dist.get_rank() in _holders(claims) else None,
             own if layout.places else None,
             layout.apply,
+            layout.undo,
             doing=_DOING,
             group=group,
         )
@@ -102,6 +105,7 @@ class _Layout:
             rank that leaves.
         places: where each parameter will be.
         smaller: the meshes of groups that keep parameters sharded between forward and backward.
+        before: what gives the model the layout that it has had.
     """
 
     model: nn.Module
@@ -110,6 +114,7 @@ class _Layout:
     meshes: dict[DataMesh, DataMesh] = field(default_factory=dict)
     places: dict[ShardedParam, Place] = field(default_factory=dict)
     smaller: dict[ParamGroup, DataMesh] = field(default_factory=dict)
+    before: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -149,6 +154,7 @@ class _Layout:
 
     def apply(self) -> None:
         """Give all parameters their new places, without memory."""
+        self.before = _restorers(self.model)
         for form, place in self.places.items():
             form.take_place(place)
         for state in states_of(self.model):
@@ -167,6 +173,33 @@ class _Layout:
                 now = self.strategy or _like_before(unit.settings.strategy, self.mesh)
                 strategy = next(each for each in ShardingStrategy if Strategy.of(each) is now)
                 unit.settings = replace(unit.settings, mesh=self.mesh, strategy=strategy)
+
+    def undo(self) -> None:
+        """Give all parameters the places that they have had, without memory."""
+        for restore in self.before:
+            restore()
+
+
+def _restorers(model: nn.Module) -> list[Callable[[], None]]:
+    """What gives a model the layout again that it has now, once its shards have no memory."""
+    found: list[Callable[[], None]] = []
+    for state in states_of(model):
+        found.append(partial(setattr, state, "keeps_if_root", state.keeps_if_root))
+        for group in state.groups:
+            frees = group.options.reshard_after_forward
+            found += [
+                partial(group.change_mesh, group.mesh),
+                partial(setattr, group, "post_forward", group.post_forward),
+                partial(setattr, group.options, "reshard_after_forward", frees),
+            ]
+            for form in (param.form for param in group.params):
+                found.append(partial(form.take_place, Place(form.mesh, form.layout, form.spec)))
+                if form.local.is_meta:
+                    found.append(form.leave)
+    for unit in model.modules():
+        if isinstance(unit, FullyShardedDataParallel):
+            found.append(partial(setattr, unit, "settings", unit.settings))
+    return found
 
 
 def _like_before(before: ShardingStrategy, mesh: DeviceMesh) -> Strategy:

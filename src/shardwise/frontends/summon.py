@@ -6,7 +6,7 @@ forward uses, which may have another dtype and shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -74,19 +74,16 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
     if options.first_rank_only and not is_first(group.mesh.mesh):
         yield
         return
-    for param, full in zip(own, fulls, strict=True):
-        param.form.summoned = full
-    group.summon()
-    try:
-        yield
-    finally:
-        group.use_shards()
+    with ExitStack() as stack:  # what is undone at its end, from the last line to the first
+        stack.callback(_write_all_back, own, fulls, options)
         for param in own:
-            param.form.summoned = None
-        if options.writeback:
-            with autograd.no_grad():
-                for param, full in zip(own, fulls, strict=True):
-                    _write_back(param, full, with_grads=options.with_grads)
+            stack.callback(setattr, param.form, "summoned", None)
+        stack.callback(group.end_summon)
+        stack.callback(group.end_summon)  # Ctrl-C may end the first attempt
+        for param, full in zip(own, fulls, strict=True):
+            param.form.summoned = full
+        group.summon()
+        yield
 
 
 def is_first(mesh: DeviceMesh) -> bool:
@@ -139,6 +136,15 @@ def _full_for_user(
     if origin is None:
         return full
     return dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
+
+
+def _write_all_back(
+    params: Sequence[GroupParam], fulls: Sequence[nn.Parameter], options: SummonOptions
+) -> None:
+    if options.writeback:
+        with autograd.no_grad():
+            for param, full in zip(params, fulls, strict=True):
+                _write_back(param, full, with_grads=options.with_grads)
 
 
 def _write_back(param: GroupParam, full: nn.Parameter, *, with_grads: bool) -> None:

@@ -2,7 +2,7 @@
 
 Torch calls the hooks of ``register_post_accumulate_grad_hook`` when a gradient has been reduced. A
 group steps once the next one is reduced, or backward ends: by then all of its gradients are there.
-If backward has yet to reach another use of the group, it steps at the end.
+If backward has yet to reach another use of the group, or may have, it steps at the end.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class TorchStepGroup:
         self._stepper: Stepper | None = None
         self._handles: list[RemovableHandle] = []
         self._uses: set[object] = set()  # that backward has not reached
+        # Forwards since the last step, with gradients and without: reentrant checkpointing runs
+        # those of the second kind again, and no hook says when.
+        self._forwards = self._unrecorded = 0
 
     @property
     def stepper(self) -> Stepper | None:
@@ -101,6 +104,8 @@ class TorchStepGroup:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if autograd.in_backward():  # activation checkpointing runs it again
             return
+        self._forwards += 1
+        self._unrecorded += not torch.is_grad_enabled()
         use = object()
         for tensor in every_tensor_in(output):
             if tensor.requires_grad:
@@ -130,11 +135,12 @@ class TorchStepGroup:
     @property
     def runs_again(self) -> bool:
         """Whether backward has yet to reach a use: torch reduces what was accumulated before."""
-        return bool(self._uses)
+        return bool(self._uses) or (self._unrecorded > 0 and self._forwards > 1)
 
     def step(self) -> None:
         """Step with all gradients; a backward through another use since is refused."""
         self._uses.clear()
+        self._forwards = self._unrecorded = 0
         if self._stepper is not None:
             self._stepper.step(self.label.name, self.params)
 
@@ -162,7 +168,13 @@ class _Backward:
             queue(functools.partial(queue, functools.partial(self._end, stepper)))
 
     def add(self, group: TorchStepGroup) -> None:
-        """Note that a gradient of a group is reduced; step with the group before it."""
+        """Note that a gradient of a group is reduced; step with the group before it.
+
+        If backward has reached no group whose end is seen, as where reentrant checkpointing has all
+        of them, the optimizer's own step is the one that makes it.
+        """
+        if not self._runs:
+            return
         if group is not self._group:
             self._step()
         if group.runs_again:

@@ -409,12 +409,17 @@ class ParamGroup:
             )
 
     def summon(self) -> None:
-        """Put the summoned full parameters into the modules, until :meth:`use_shards`."""
+        """Put the summoned full parameters into the modules, until :meth:`end_summon`."""
         self.reshard()
+        self._move(states.SUMMONED)
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
-        self._move(states.SUMMONED)
+
+    def end_summon(self) -> None:
+        """Put the shards into the modules, if some have full parameters of the user's."""
+        if self.state is states.SUMMONED:
+            self.use_shards()
 
     def use_shards(self) -> list[GroupParam]:
         """Put the shards into the modules, and leave the full parameters as they are.

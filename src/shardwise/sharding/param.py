@@ -95,6 +95,7 @@ class ShardedParam:
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
         is_new: whether the shard was on the meta device when it got its memory.
+        has_moved: whether it has taken another place, to which states of optimizers had to move.
         lost_by: what failed while the values were on their way; empty if they are not lost.
     """
 
@@ -109,7 +110,7 @@ class ShardedParam:
         self.hooked: tuple[int | None, GradSource] = None, GradSource.MODEL
         self.summoned: nn.Parameter | None = None
         self.offload = offload
-        self.is_new = False
+        self.is_new = self.has_moved = False
         self.lost_by = ""
         full = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.origin = dtensor.spec_of(param) if isinstance(param, DTensor) else None
@@ -314,6 +315,7 @@ class ShardedParam:
     def take_place(self, place: Place) -> None:
         """Take another place, still without memory. The parameter stays the same object."""
         self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
+        self.has_moved = True
         _steps.note_moves()
         drawing.draw_whole(self.spec)
         shape = self.layout.shard_shape(self.mesh.shard.rank)

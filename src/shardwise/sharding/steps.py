@@ -28,6 +28,7 @@ class SteppedForm(Protocol):
     parameter: nn.Parameter
     offload: Offload
     groups: list[Any]
+    has_moved: bool
 
     @property
     def local(self) -> torch.Tensor:
@@ -63,8 +64,6 @@ class Steps(Generic[Form]):
         self._are_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
             weakref.WeakKeyDictionary()
         )
-        # Those with states of before parameters moved, unless these moved, too.
-        self._outdated: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._is_registered = False
 
     def watch(self, form: Form) -> None:
@@ -111,10 +110,9 @@ class Steps(Generic[Form]):
             for form in self.forms_of([param]):
                 for key, value in state.items():
                     what = f"optimizer state {key!r} of {form.fqn}"
-                    if optimizer in self._outdated:
+                    if form.has_moved:
                         _check_moved(what, value, param)
                     check_origin(what, value, param)
-        self._outdated.discard(optimizer)
         self._are_checked[optimizer] = is_settled
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -145,14 +143,11 @@ class Steps(Generic[Form]):
 
     def note_moves(self) -> None:
         """Note that parameters have moved, so states have to have moved, too."""
-        for optimizer in self._are_checked:
-            self._are_checked[optimizer] = False
-            self._outdated.add(optimizer)
+        self._are_checked.update(dict.fromkeys(self._are_checked, False))
 
     def _expect_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has other states, to be checked before its next step."""
         self._are_checked[optimizer] = False
-        self._outdated.discard(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         forms, has_grads = list(self._held_by(optimizer)), False

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.base.arguments import check_arguments
 from shardwise.checkpoint.disk.files import Closing
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import saved_model
+from shardwise.checkpoint.ranks.hf import SavedModel, saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
@@ -67,21 +67,28 @@ def publish(
             a folder then), or writing failed; raised on all ranks alike.
         ValueError: ``name``, ``dtype``, ``adapters`` or ``buffers`` is out of range.
     """
-    check_arguments(publish, locals())
-    if buffers < 2:
-        raise ValueError(f"buffers: found {buffers}, expected 2 or more")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: found {dtype}, expected a floating-point one")
-    if adapters not in (forms := [form.value for form in AdapterForm]):
-        raise ValueError(f"adapters: found {adapters!r}, expected {' or '.join(map(repr, forms))}")
-    file = quoted(name)
-    own = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
-    saved = replace(own, contents=lambda: replace(own.contents(), dtype=dtype))
+    given = locals()
+    wait_for_save()
     ranks = Ranks(group_for(group))
+
+    def prepare() -> SavedModel:
+        check_arguments(publish, given)
+        if buffers < 2:
+            raise ValueError(f"buffers: found {buffers}, expected 2 or more")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype: found {dtype}, expected a floating-point one")
+        if adapters not in (forms := [form.value for form in AdapterForm]):
+            expected = " or ".join(map(repr, forms))
+            raise ValueError(f"adapters: found {adapters!r}, expected {expected}")
+        quoted(name)
+        own = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
+        return replace(own, contents=lambda: replace(own.contents(), dtype=dtype))
+
+    saved = ranks.begin("publish", prepare)
     publication = Publication(
         MemoryVersions(name, saved, buffers, ranks)
         if to is None
-        else FolderVersions(Path(to) / file, saved, ranks, group)
+        else FolderVersions(Path(to) / quoted(name), saved, ranks, group)
     )
     try:
         publication.update()

@@ -43,7 +43,7 @@ def _run(size: int, part: Callable[[Ranks], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = part(Threads(rank, size, queues))
-        except Exception as error:
+        except BaseException as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -119,6 +119,40 @@ def test_a_loss_is_the_cause_on_every_rank() -> None:
     for error in _run(2, part):
         assert isinstance(error, CheckpointError)
         assert lost_peer_behind(error) is not None, "a launcher can go on with the ranks left"
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_rank_that_is_interrupted_tells_the_others(interrupted: int) -> None:
+    def part(ranks: Ranks) -> Any:
+        def work() -> int:
+            if ranks.rank == interrupted:
+                raise KeyboardInterrupt
+            return 1
+
+        try:
+            return ranks.all("saving", work)
+        finally:
+            assert ranks.all("again", lambda: True)
+
+    results = _run(3, part)
+    for rank, found in enumerate(results):
+        if rank == interrupted:
+            assert isinstance(found, KeyboardInterrupt)
+        else:
+            assert str(found) == f"saving: rank {10 + interrupted}: KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_rank_that_cannot_begin_raises_what_is_wrong(wrong: int) -> None:
+    def part(ranks: Ranks) -> Any:
+        return ranks.begin("load", lambda: 1 // (ranks.rank != wrong))
+
+    for rank, found in enumerate(_run(3, part)):
+        if rank == wrong:
+            assert isinstance(found, ZeroDivisionError)
+        else:
+            assert isinstance(found, CheckpointError)
+            assert f"load: rank {10 + wrong}: ZeroDivisionError" in str(found)
 
 
 def test_a_process_alone_agrees_with_itself() -> None:

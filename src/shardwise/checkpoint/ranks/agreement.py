@@ -7,7 +7,7 @@ processes of one job only, by torch's own functions, in a process group that tra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -92,7 +92,7 @@ class Ranks:
         """Let every rank do its part, and the first rank make an answer for each from all results.
 
         If a rank fails or is lost, ``answer`` is not called, and every remaining rank raises the
-        same error.
+        same error. One that is interrupted tells the others, and raises what interrupted it.
 
         Args:
             doing: what the ranks do, for error messages.
@@ -108,16 +108,23 @@ class Ranks:
                 the cause is a :class:`PeerLostError`, on every remaining rank.
         """
         mine, error = self._attempt(part)
-        if self.coordinates:
-            parts = [mine, *(self._receive(peer) for peer in range(1, self.size))]
-            answers, error = self._answers(parts, answer, error)
-            gone = [each.rank for each in parts if isinstance(each, _Unreachable)]
-            for peer in range(1, self.size):
-                if self.names[peer] not in gone:
-                    self._send(answers[peer], peer)
-            reply = answers[0]
-        else:
-            reply = self._answered(mine)
+        try:
+            if self.coordinates:
+                parts = [mine, *(self._receive(peer) for peer in range(1, self.size))]
+                answers, error = self._answers(parts, answer, error)
+                gone = [each.rank for each in parts if isinstance(each, _Unreachable)]
+                for peer in range(1, self.size):
+                    if self.names[peer] not in gone:
+                        self._send(answers[peer], peer)
+                reply = answers[0]
+            else:
+                reply = self._answered(mine)
+        finally:
+            if error is not None and not isinstance(error, Exception):
+                try:
+                    raise error  # Ctrl-C, of which the other ranks know now
+                finally:
+                    del error  # in a cycle with this frame, it would keep what was locked
         if isinstance(reply, _Failure):
             if isinstance(reply, _Lost) and (error is None or lost_peer_behind(error) is None):
                 error = PeerLostError(f"rank {reply.rank}: {reply.reason}")
@@ -137,6 +144,33 @@ class Ranks:
         done: list[T] = []
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
+
+    def begin(self, doing: str, part: Callable[[], T]) -> T:
+        """Let every rank check what it was asked for; each returns its own result if all could.
+
+        Args:
+            doing: what the ranks do, for error messages.
+            part: called on every rank.
+
+        Raises:
+            Exception: what ``part`` raises on this rank.
+            CheckpointError: another rank failed; the message names it and says why.
+        """
+        own: list[Exception] = []
+
+        def attempt() -> T:
+            try:
+                return part()
+            except Exception as error:
+                own.append(error)
+                raise
+
+        try:
+            return self.all(doing, attempt)
+        except CheckpointError:
+            if own:
+                raise own[0] from None
+            raise
 
     def first(
         self, doing: str, part: Callable[[], T], after: Callable[[], None] = lambda: None
@@ -158,25 +192,28 @@ class Ranks:
         assert self._group is not None
         return all_to_all(self._group, devices.CPU)
 
-    def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
+    def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, BaseException | None]:
         try:
             return part(), None
-        except Exception as error:
+        except BaseException as error:  # the other ranks wait, whatever it is
             kind = _Failure if lost_peer_behind(error) is None else _Lost
             return kind(self.names[self.rank], _reason(error)), error
 
     def _answers(
-        self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: Exception | None
-    ) -> tuple[list[Any], Exception | None]:
+        self, parts: list[Any], answer: Callable[[list[T]], list[R]], error: BaseException | None
+    ) -> tuple[list[Any], BaseException | None]:
         failures = [each for each in parts if isinstance(each, _Failure)]
-        if not failures:
-            answers, error = self._attempt(lambda: answer(parts))
-            if not isinstance(answers, _Failure):
-                return answers, None
-            failures = [answers]
-        # A lost rank may be the consequence of another rank's failure, so failures come first.
-        first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
-        return [type(first)(first.rank, first.reason)] * self.size, error
+        try:
+            if not failures:
+                answers, error = self._attempt(lambda: answer(parts))
+                if not isinstance(answers, _Failure):
+                    return answers, None
+                failures = [answers]
+            # A lost rank may be the consequence of another rank's failure: failures come first.
+            first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
+            return [type(first)(first.rank, first.reason)] * self.size, error
+        finally:
+            del error  # or the frame that it came from would lead to it
 
     def _answered(self, mine: Any) -> Any:
         """Send a result to the first rank, and return its answer: one wait for both."""
@@ -220,13 +257,41 @@ class Ranks:
         Peers(self._group).call(call, "a checkpoint", [peer], Notice.NOTHING)
 
 
-def _reason(error: Exception) -> str:
+def checked(
+    function: Callable[..., object],
+    group: dist.ProcessGroup | None,
+    given: Mapping[str, Any],
+    also: Callable[[], object] = tuple,
+) -> Ranks:
+    """The ranks that call a function together, once all of them have checked its arguments.
+
+    Args:
+        function: what was called.
+        group: the ranks; the default process group if ``None``.
+        given: its arguments by name: ``locals()``, in the first line.
+        also: checks more.
+
+    Raises:
+        TypeError: an argument has another type. Other ranks raise a ``CheckpointError``.
+        CheckpointError: another rank found that; the message names it.
+    """
+    ranks = Ranks(group_for(group))
+
+    def check() -> None:
+        check_arguments(function, given)
+        also()
+
+    ranks.begin(function.__name__, check)
+    return ranks
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _first_line(error: Exception) -> str:

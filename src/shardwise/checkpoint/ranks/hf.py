@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
-from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
@@ -44,7 +43,7 @@ from shardwise.checkpoint.formats.hf import (
     write_index,
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
-from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
 from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
@@ -82,7 +81,8 @@ def save_hf(
     Raises:
         CheckpointError: it could not be written, or the path exists.
     """
-    check_arguments(save_hf, locals())
+    wait_for_save()
+    checked(save_hf, group, locals())
     saved = saved_model(model)
     write_model(Path(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
 

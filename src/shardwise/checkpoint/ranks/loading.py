@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import dtensor
-from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
@@ -39,7 +38,7 @@ from shardwise.checkpoint.formats.source import (
     extra_states,
     model_tensors,
 )
-from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.agreement import checked
 from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.per_rank import restored
@@ -89,9 +88,9 @@ def load(
         CheckpointError: the checkpoint is damaged, or of another model or optimizer; the message
             names the rank, the file and the tensor. Or a parameter is on the meta device.
     """
-    check_arguments(load, locals())
+    given = locals()
     wait_for_save()
-    ranks = Ranks(group_for(group))
+    ranks = checked(load, group, given)
     return ranks.all(
         f"loading {path}",
         lambda: _load(
@@ -243,9 +242,9 @@ def load_weights(
     Raises:
         CheckpointError: it is damaged or of another model; raised on all ranks alike.
     """
-    check_arguments(load_weights, locals())
+    given = locals()
     wait_for_save()
-    ranks = Ranks(group_for(group))
+    ranks = checked(load_weights, group, given)
     ranks.all(
         f"loading {path}", lambda: _load_weights(Path(path), model, strict=strict, buffer=buffer)
     )

@@ -2,11 +2,14 @@
 
 what every rank holds -> whether it fits the target -> some tensors at a time: who needs which
 rows -> rows go from where they are to where they belong -> these tensors' old shards are dropped
+
+If a rank fails, what has arrived goes the same way back, from its new shards into old ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +20,9 @@ from torch import Tensor, nn
 
 from shardwise._torch import autograd
 from shardwise._torch.module import customizes_loading, customizes_saving
+from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
-from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
 from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
@@ -70,7 +74,69 @@ _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they a
 Training = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
-class Departure:
+class _Parts:
+    """Parts of tensors that a rank holds, by name, wherever they are used.
+
+    They were found when they were added: where this rank is in a mesh may not be known later.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[Box, Tensor]] = {}
+        self._entries: dict[str, TensorEntry] = {}
+
+    def entries(self, rank: int) -> list[TensorEntry]:
+        """Its tensors, each with the parts that are here; the file of a part is ``rank``."""
+        return [
+            replace(
+                entry,
+                pieces=tuple(
+                    StoredPiece(str(rank), 0, box, ()) for box in self._parts[name] if box.numel
+                ),
+            )
+            for name, entry in self._entries.items()
+        ]
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """The elements of a part."""
+        return self._parts[name][box]
+
+    def hold(self, entry: TensorEntry, box: Box, part: Tensor) -> None:
+        """Hold a part of a tensor."""
+        self._entries.setdefault(entry.fqn, entry)
+        self._parts.setdefault(entry.fqn, {})[box] = part
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return list(self._entries)
+
+    def take(self, other: _Parts, names: Iterable[str]) -> None:
+        """Take some tensors over from another one.
+
+        Raises:
+            CheckpointError: one has not the dtype that it had when it left.
+        """
+        for name in names:
+            if name not in other._entries:
+                continue
+            entry, parts = other._entries[name], other._parts[name]
+            for part in parts.values():
+                if part.dtype != torch_dtype(entry.dtype):
+                    raise CheckpointError(
+                        f"{name}: found {part.dtype}, expected {torch_dtype(entry.dtype)}, as "
+                        "before: it has been rounded"
+                    )
+            self._entries[name], self._parts[name] = entry, parts
+            other.drop([name])
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop tensors that have left."""
+        for name in names:
+            self._entries.pop(name, None)
+            self._parts.pop(name, None)
+
+
+class Departure(_Parts):
     """What a rank holds of a training that goes on elsewhere: on other ranks, perhaps later.
 
     It has the memory of the model and the optimizer, which may be dropped after :meth:`let_go`. The
@@ -92,13 +158,11 @@ class Departure:
     def __init__(
         self, source: Training, extra: Mapping[str, Any] | None = None, doing: str = "transfer"
     ) -> None:
+        super().__init__()
         check_between_steps(source[0], doing)
         self.model, self._optimizer = source
         self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
         self.values = self._state.values
-        # Found now, for where this rank is in a mesh may not be known later.
-        self._parts: dict[str, dict[Box, Tensor]] = {}
-        self._entries: dict[str, TensorEntry] = {}
         self._add_tensors()
 
     def _add_tensors(self) -> None:
@@ -111,10 +175,10 @@ class Departure:
                         f"expected {list(box.sizes)}"
                     )
                 origin, shape = self._state.origins[name], tuple(tensor.shape)
-                self._entries[name] = TensorEntry(
+                entry = TensorEntry(
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
                 )
-                self._parts[name] = {box: local}
+                self.hold(entry, box, local)
 
     @property
     def held_beside(self) -> RankState:
@@ -140,58 +204,49 @@ class Departure:
             del self._entries[name], self._parts[name]
         self._add_tensors()
 
-    def entries(self, rank: int) -> list[TensorEntry]:
-        """Its tensors, each with the parts that are here; the file of a part is ``rank``."""
-        return [
-            replace(
-                entry,
-                pieces=tuple(
-                    StoredPiece(str(rank), 0, box, ()) for box in self._parts[name] if box.numel
-                ),
-            )
-            for name, entry in self._entries.items()
-        ]
-
-    def part(self, name: str, box: Box) -> Tensor:
-        """The elements of a part."""
-        return self._parts[name][box]
-
     def add(self, entry: TensorEntry, box: Box) -> Tensor:
         """Make room for a part that another rank has, and return it."""
-        name = entry.fqn
-        self._entries.setdefault(name, entry)
-        self.origins.setdefault(name, Origin(entry.path, entry.placements, entry.mesh))
-        self._parts.setdefault(name, {})[box] = made = torch.empty(
-            box.sizes, dtype=torch_dtype(entry.dtype)
-        )
+        self.origins.setdefault(entry.fqn, Origin(entry.path, entry.placements, entry.mesh))
+        made = torch.empty(box.sizes, dtype=torch_dtype(entry.dtype))
+        self.hold(entry, box, made)
         return made
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop tensors that have left."""
+        names = list(names)
+        super().drop(names)
         for name in names:
-            for each in (self._entries, self._parts, self._state.tensors):
-                each.pop(name, None)
+            self._state.tensors.pop(name, None)
 
     def let_go(self) -> None:
         """Have the model and the optimizer drop their memory, which stays here."""
-        for group in groups_of(self.model):
-            group.drop_fulls()
-        for form in forms_of(self.model.parameters()):
-            form.let_go()
-        optimizers = list(inside_of(self._optimizer))
-        offloaded = [each for each in optimizers if isinstance(each, OffloadedOptimizer)]
-        if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
-            for each in optimizers:
-                each.drop_states() if isinstance(each, OptimizerOnShards) else each.state.clear()
+        _let_go(self.model, self._optimizer)
 
     def leave(self) -> None:
         """Leave nothing in the model and the optimizer, and forget them."""
         for form in forms_of(self.model.parameters()):
             form.leave()
-        for each in inside_of(self._optimizer):
-            if isinstance(each, OffloadedOptimizer | OptimizerOnShards):
-                each.drop_states()
+        _forget_states(self._optimizer)
         self.model, self._optimizer = nn.Module(), None
+
+
+def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Have a model and an optimizer drop their memory, which the caller has."""
+    for group in groups_of(model):
+        group.drop_fulls()
+    for form in forms_of(model.parameters()):
+        form.let_go()
+    offloaded = [each for each in inside_of(optimizer) if isinstance(each, OffloadedOptimizer)]
+    if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
+        _forget_states(optimizer)
+
+
+def _forget_states(optimizer: torch.optim.Optimizer | None) -> None:
+    for each in inside_of(optimizer):
+        if isinstance(each, OffloadedOptimizer | OptimizerOnShards):
+            each.drop_states()
+        else:
+            each.state.clear()
 
 
 def transfer(
@@ -209,8 +264,10 @@ def transfer(
 
     What is moved is gone: parameters of ``source`` that ``fully_shard`` has sharded are on the meta
     device afterwards, and its optimizer has no state. If ranks do not agree on what to move, all
-    raise and nothing has changed. If one fails later or is lost, so are ``source`` and ``target``:
-    what uses them raises an error. Build the model again, and load a checkpoint.
+    raise and nothing has changed. If a rank fails later, rows go back to where they came from, and
+    ``source`` is as it was. If a rank is lost, fails again meanwhile, or has rounded values to
+    another dtype of ``target``, so is ``source``. ``target`` is lost in any case: what uses it
+    raises an error, so build it again.
 
     Args:
         source: what this rank trained, between two steps; ``None`` on ranks that did not.
@@ -227,14 +284,20 @@ def transfer(
             argument has a wrong type, or a rank failed; the message names it. Raised on every rank
             alike.
     """
+
+    def lose_target() -> None:
+        if target is not None:
+            _lose(target[0], "transfer")
+
     with autograd.no_grad():
-        return move(source, target, lambda: None, extra, doing="transfer", group=group)
+        return move(source, target, lambda: None, lose_target, extra, doing="transfer", group=group)
 
 
 def move(
     source: Training | Departure | None,
     target: Training | None,
     begin: Callable[[], None],
+    undo: Callable[[], None],
     extra: Mapping[str, Any] | None = None,
     *,
     doing: str,
@@ -247,6 +310,7 @@ def move(
         target: as there.
         begin: called once all ranks have agreed on what to move, and when the sharded parameters of
             the source have given up their memory.
+        undo: called before rows go back, when those of the target have given up theirs.
         extra: as there.
         doing: what the ranks do, for error messages.
         group: as there.
@@ -260,62 +324,172 @@ def move(
             return source
         return Departure(source, extra, doing)
 
-    def is_target() -> bool:
+    def kinds() -> tuple[bool, bool]:
+        """Whether this rank is a target, and whether it has a model to which rows can go back."""
         check_arguments(move, given)
-        return target is not None
+        return target is not None, not isinstance(source, Departure)
 
-    def check_targets(given: list[bool]) -> list[bool]:
-        if not any(given):
+    def check_kinds(given: list[tuple[bool, bool]]) -> list[bool]:
+        if not any(is_target for is_target, _ in given):
             raise ValueError(
                 "target: found None on all ranks, expected a model on one or more: what is moved "
                 "is gone from the source"
             )
-        return given
+        return [all(can_return for _, can_return in given)] * len(given)
 
-    ranks.together(doing, is_target, check_targets)
+    can_return = ranks.together(doing, kinds, check_kinds)
     leaving = ranks.all(doing, depart)
     entries, values = _agree(ranks, doing, leaving)
-    arriving = ranks.all(
-        doing,
-        lambda: frozenset() if target is None else _check_target(*target, entries, values, doing),
-    )
+
+    def check(training: Training | None) -> frozenset[str]:
+        return frozenset() if training is None else _check_target(*training, entries, values, doing)
+
+    def check_both() -> tuple[frozenset[str], frozenset[str]]:
+        arriving = check(target)
+        if not can_return or isinstance(source, Departure):
+            return arriving, frozenset()
+        return arriving, arriving if source is target else check(source)
+
+    arriving, returning = ranks.all(doing, check_both)
 
     def prepare() -> None:
         if target is not None:
             allocate(target[0], [name for name, _ in target[0].named_buffers()])
 
-    def start() -> _Arrivals | None:
-        if leaving is not None:
-            leaving.let_go()
-        begin()
-        return _Arrivals(target, entries, arriving, doing) if target is not None else None
-
-    ranks.all(doing, prepare)  # the last that may fail while nothing has changed
-    try:
-        arrivals = ranks.all(doing, start)
-        open_part = (lambda entry: None) if arrivals is None else arrivals.open
-        exchange = _Exchange(ranks, doing, leaving, open_part)
-        for some in _some_at_a_time(entries):
-            exchange.run(some)
-            if leaving is not None:
-                leaving.drop([entry.fqn for entry in some])
-            trim_heap()  # else freed shards stay with the process, and new ones come on top
-
-        def end() -> dict[str, Any]:
-            exchange.check()
-            return {} if arrivals is None else arrivals.install(values)
-
-        found = ranks.all(doing, end)
-    except BaseException:
-        if target is not None:
-            _lose(target[0], doing)
-        if leaving is not None:
-            _lose(leaving.model, doing)
-            leaving.leave()
-        raise
+    ranks.all(doing, prepare)  # the last that may fail before anything is given up
+    going = _Move(ranks, doing, entries, values, leaving or _Parts())
+    with interrupts.noted() as check_interrupted:
+        try:
+            found = going.run(target, arriving, begin, leaving, check_interrupted)
+        except BaseException as error:
+            is_agreed = isinstance(error, CheckpointError) and lost_peer_behind(error) is None
+            try:
+                if not (is_agreed and can_return):
+                    raise
+                _forget_frames(error)
+                assert not isinstance(source, Departure)
+                going.go_back(source, returning, target, undo)
+            except BaseException:
+                for model in (target and target[0], leaving and leaving.model):
+                    if model:
+                        _lose(model, doing)
+                if leaving is not None:
+                    leaving.leave()
+                raise
+            raise
     if leaving is not None and (target is None or leaving.model is not target[0]):
         leaving.leave()
     return found
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Forget what the functions that raised an error had, such as shards that were to arrive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+class _Move:
+    """A training state that goes from its parts to where it belongs, and back if a rank fails.
+
+    Args:
+        ranks: all that have parts or need some.
+        doing: what they do, for error messages.
+        entries: the tensors.
+        values: everything else.
+        held: the parts that are here.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        doing: str,
+        entries: list[TensorEntry],
+        values: list[Value],
+        held: _Parts,
+    ) -> None:
+        self._ranks, self._doing = ranks, doing
+        self._entries, self._values = entries, values
+        self._held = held
+        self._done: set[str] = set()  # names of tensors that are where they belong
+        self._arrivals: _Arrivals | None = None
+
+    def run(
+        self,
+        target: Training | None,
+        arriving: frozenset[str],
+        begin: Callable[[], None],
+        leaving: Departure | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Bring everything to where it belongs, and return ``extra``.
+
+        Args:
+            target: what gets it on this rank.
+            arriving: the names of what arrives where it belongs.
+            begin: called before any rank makes room.
+            leaving: what drops its memory before that.
+            check: raises if this rank is to give up.
+        """
+
+        def start() -> _Arrivals | None:
+            if leaving is not None:
+                leaving.let_go()
+            begin()
+            return target and _Arrivals(target, self._entries, arriving, self._doing)
+
+        arrivals = self._arrivals = self._ranks.all(self._doing, start)
+        open_part = (lambda entry: None) if arrivals is None else arrivals.open
+        exchange = _Exchange(self._ranks, self._doing, self._held, open_part, check)
+        for some in _some_at_a_time(self._entries):
+            exchange.run(some)
+            names = [entry.fqn for entry in some]
+            self._done.update(names)
+            self._held.drop(names)
+            trim_heap()  # else freed shards stay with the process, and new ones come on top
+
+        def end() -> dict[str, Any]:
+            return {} if arrivals is None else arrivals.install(self._values)
+
+        return self._ranks.all(self._doing, end)
+
+    def go_back(
+        self,
+        source: Training | None,
+        returning: frozenset[str],
+        target: Training | None,
+        undo: Callable[[], None],
+    ) -> None:
+        """Bring everything back to where it was, once all ranks know that one has failed.
+
+        Args:
+            source: what this rank had.
+            returning: the names of what returns to where it belongs.
+            target: what would have got it.
+            undo: called before any rank makes room.
+        """
+        back = _Parts()
+
+        def turn() -> list[TensorEntry]:
+            if self._arrivals is not None:
+                back.take(self._arrivals.parts, self._done)
+            back.take(self._held, self._held.names)
+            self._arrivals = None
+            if target is not None:
+                _let_go(*target)
+                if source is None:
+                    _forget_states(target[1])
+            undo()
+            return back.entries(self._ranks.rank)
+
+        def answer(parts: list[list[TensorEntry]]) -> list[list[TensorEntry]]:
+            merged = _merged(entry for each in parts for entry in each)
+            return [[each for each in merged if each.section != "extra"]] * len(parts)
+
+        entries = self._ranks.together(self._doing, turn, answer)
+        _Move(self._ranks, self._doing, entries, self._values, back).run(
+            source, returning, lambda: None
+        )
 
 
 def _lose(model: nn.Module, doing: str) -> None:
@@ -358,7 +532,6 @@ def hand_over(mine: Departure, leaving: Set[int]) -> None:
         exchange = _Exchange(ranks, doing, mine, take)
         for some in _some_at_a_time(entries):
             exchange.run(some)
-        ranks.all(doing, exchange.check)
 
 
 def check_between_steps(model: nn.Module, doing: str) -> None:
@@ -519,6 +692,9 @@ class _Arrivals:
         entries: what will arrive.
         in_place: the names of what arrives where it belongs.
         doing: what the ranks do, for error messages.
+
+    Attributes:
+        parts: what this rank has of what has arrived.
     """
 
     def __init__(
@@ -543,6 +719,7 @@ class _Arrivals:
         optimizer = self._optimizer
         self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
+        self.parts = _Parts()
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
         """Return this rank's part of a tensor, with memory; ``None`` if it needs nothing."""
@@ -555,7 +732,9 @@ class _Arrivals:
         if found is None:
             return None
         self._arrived.append((entry, found))
-        return own_part(found)
+        box, part = own_part(found)
+        self.parts.hold(entry, box, part)
+        return box, part
 
     def _with_memory(self, name: str) -> Tensor:
         param = self._params.get(name)
@@ -615,12 +794,14 @@ class _Exchange:
         self,
         ranks: Ranks,
         doing: str,
-        leaving: Departure | None,
+        held: _Parts,
         open_part: Callable[[TensorEntry], tuple[Box, Tensor] | None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._ranks = ranks
         self._doing = doing
-        self._leaving = leaving
+        self._held = held
+        self._check_more = check
         self._open_part = open_part
         self._opened: dict[str, tuple[Box, Tensor]] = {}
         self._failed: Exception | None = None
@@ -628,10 +809,13 @@ class _Exchange:
         self._memory = torch.empty(2, 2 * _AT_ONCE, dtype=torch.uint8)
 
     def run(self, entries: list[TensorEntry]) -> None:
-        """Bring the tensors to where they belong."""
+        """Bring the tensors to where they belong, on all ranks or on none.
+
+        Raises:
+            CheckpointError: a rank failed.
+        """
 
         def needs() -> dict[str, Box]:
-            self.check()
             self._opened = {}
             for entry in entries:
                 if (part := self._open_part(entry)) is not None:
@@ -645,11 +829,13 @@ class _Exchange:
         travelling = (rows for rows in every if rows.source != rows.target)
         for some in portions(travelling, lambda rows: rows.nbytes, _AT_ONCE):
             self._send(some)
+        self._ranks.all(self._doing, self.check)
 
     def check(self) -> None:
         """Raise what has failed on this rank."""
         if self._failed is not None:
             raise self._failed
+        self._check_more()
 
     def _rows(self, entries: list[TensorEntry], wanted: list[dict[str, Box]]) -> Iterator[_Rows]:
         """What goes from rank to rank, in the same order on all of them.
@@ -698,8 +884,7 @@ class _Exchange:
             self._failed = self._failed or error
 
     def _at_source(self, rows: _Rows) -> Tensor:
-        assert self._leaving is not None
-        local = self._leaving.part(rows.entry.fqn, rows.held)
+        local = self._held.part(rows.entry.fqn, rows.held)
         return narrow(local, rows.box.relative_to(rows.held.offsets))
 
     def _at_target(self, rows: _Rows) -> Tensor:

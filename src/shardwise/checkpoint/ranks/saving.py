@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base import devices
-from shardwise.base.arguments import check_arguments, check_timeout
+from shardwise.base.arguments import check_timeout
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
-from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
 from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of, shared_names
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
@@ -84,7 +84,8 @@ def save(
         UserWarning: ranks differ in what they should have in common of the model or the optimizer,
             such as buffers. The first rank's is saved, all of it.
     """
-    check_arguments(save, locals())
+    wait_for_save()
+    checked(save, group, locals(), lambda: _check_keep_last(keep_last))
     Saving(
         path,
         model,
@@ -137,7 +138,8 @@ def async_save(
         ValueError: something on this rank is on the meta device, or has the same name as something
             else; or ``keep_last`` is less than 1.
     """
-    check_arguments(async_save, locals())
+    wait_for_save()
+    checked(async_save, group, locals(), lambda: _check_keep_last(keep_last))
     carrier().check_threads()
     saving = Saving(
         path,
@@ -269,6 +271,16 @@ def _mixed_in(plans: list[SavePlan]) -> frozenset[str]:
     )
 
 
+def _check_keep_last(keep_last: int | None) -> None:
+    """Check how many checkpoints to keep.
+
+    Raises:
+        ValueError: it is less than 1.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last: found {keep_last}, expected 1 or more")
+
+
 class Saving:
     """One save by all ranks of a group. Every rank makes one, with the same path.
 
@@ -320,8 +332,7 @@ class Saving:
             rank=self._ranks.rank,
         )
         self.error: Exception | None = None
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last: found {keep_last}, expected 1 or more")
+        _check_keep_last(keep_last)
 
     def copy(self) -> Self:
         """Copy what this rank has to save: model, optimizer and extra may change then."""

@@ -36,6 +36,7 @@ from shardwise.checkpoint.ranks.hf import (
     write_configs,
     write_model,
 )
+from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.pretrained.precision import keeping_float32
 from shardwise.frontends.wrap import AUTO, Policy, apply_wrap
@@ -206,13 +207,20 @@ def save_pretrained(
         CheckpointError: it could not be written, or the path exists; raised on all ranks alike.
         TypeError: ``model`` is not a model of ``transformers``.
     """
-    check_arguments(save_pretrained, locals())
-    saved = saved_pretrained(model)
-    if saved is None:
-        raise TypeError(
-            f"model: found a {type(model).__name__}, expected a model of transformers; pass the "
-            "inner model of a wrapper, or use shardwise.checkpoint.save_hf for any other module"
-        )
+    given = locals()
+
+    def own() -> SavedModel:
+        check_arguments(save_pretrained, given)
+        saved = saved_pretrained(model)
+        if saved is None:
+            raise TypeError(
+                f"model: found a {type(model).__name__}, expected a model of transformers; pass "
+                "the inner model of a wrapper, or use shardwise.checkpoint.save_hf for any other"
+            )
+        return saved
+
+    wait_for_save()
+    saved = Ranks(group_for(group)).begin("save_pretrained", own)
 
     def write_others(partial: Path) -> None:
         saved.write_others(partial)
