@@ -26,7 +26,6 @@ from shardwise.sharding.param import COPIED
 from shardwise.sharding.state import FSDPState, Root, groups_of, require_state, states_of
 from shardwise.sharding.states import GroupOrder, GroupState, Phase
 from shardwise.transport.base import Reduce
-from shardwise.transport.custom import AllGather, ReduceScatter
 
 _B = TypeVar("_B")
 _END = object()
@@ -54,6 +53,8 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 if TYPE_CHECKING:
+    from shardwise.transport.custom import AllGather, ReduceScatter
+
     # Every FSDPModule is a module, by its original class, which no type checker can see.
     class _Sharded(TorchFSDPModule, nn.Module): ...
 else:

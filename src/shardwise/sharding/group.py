@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,14 @@ from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import Freshness, GroupState, Lease, Passes
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
+
+if TYPE_CHECKING:
+    from shardwise.sharding.paging import Pages
 
 
 def _no_root_yet() -> NoReturn:
@@ -81,8 +83,11 @@ class ParamGroup:
         self._offload = offload
         self.fulls: FullParams | None = None
         self.stepper: Stepper | None = None
-        paged = [param.form for param in params if param.form.offload.disk is not None]
-        self.pages = Pages(paged) if paged else None
+        self.pages: Pages | None = None
+        if paged := [param.form for param in params if param.form.offload.disk is not None]:
+            from shardwise.sharding.paging import Pages
+
+            self.pages = Pages(paged)
         self._lease: Lease | None = None
         self._left = states.STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.base import devices
 from shardwise.base.errors import MisuseError
 from shardwise.transport.base import LocalTransport, Transport
-from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.wire import PLAIN, Wires
+
+if TYPE_CHECKING:
+    from shardwise.transport.custom import AllGather, ReduceScatter
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,13 @@ from shardwise.sharding.additions import Additions
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
-from shardwise.sharding.own_order import OwnOrder, check_own_order
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.states import GroupOrder
 from shardwise.sharding.stepping import Stepper
+
+if TYPE_CHECKING:
+    from shardwise.sharding.own_order import OwnOrder
 
 
 class RunOrder:
@@ -161,7 +163,7 @@ class Root:
         for stepper in self._steppers():
             stepper.check()
         if self.own_order is not None:
-            check_own_order(self.groups)
+            self.own_order.check()
         if torch.is_grad_enabled():
             if state.is_root and not all(group.mesh.is_alone for group in self.groups):
                 self.additions.check(state.modules[0])
@@ -543,7 +545,8 @@ class FSDPState:
         self._name_everything(top)
         groups = self.root.groups
         if self.order is GroupOrder.OWN and groups and not groups[0].mesh.is_alone:
-            check_own_order(groups)
+            from shardwise.sharding.own_order import OwnOrder
+
             self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
         for state in self.root.states:
             if state.order is GroupOrder.OWN and self.order is not GroupOrder.OWN:

@@ -152,6 +152,7 @@ class Transport(ABC):
             network): a collective that is under way then costs nothing but its memory, so issue it
             early and wait for it late. If not, the thread that waits does the work: waiting later
             hides nothing, so wait as soon as the call allows.
+        leaves_host: whether bytes may leave the host, where a wire encodes them.
         wire: the formats of what leaves the host.
         replaced: the collectives that the user provides.
     """
@@ -160,6 +161,7 @@ class Transport(ABC):
     rank: int
     world_size: int
     overlaps_compute: bool
+    leaves_host = True
     wire: Wire = Wire()
     replaced: frozenset[Kind] = frozenset()
 

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,10 @@ from shardwise.base.devices import Backend
 from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
-from shardwise.transport.runner import Turn
-from shardwise.transport.shm.arena import Arena, PageMap
-from shardwise.transport.shm.handshake import SharedMemoryUnavailableError, shake_hands
-from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
+
+if TYPE_CHECKING:
+    from shardwise.transport.runner import Turn
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")
@@ -97,6 +96,10 @@ class Carrier:
         whenever a transport is needed again, which depends on when each rank has let go of the last
         one.
         """
+        from shardwise.transport.shm.arena import Arena, PageMap
+        from shardwise.transport.shm.handshake import SharedMemoryUnavailableError, shake_hands
+        from shardwise.transport.shm.transport import ShmTransport
+
         try:
             return ShmTransport(peers, shake_hands(peers), Arena, [peers.rank], PageMap())
         except SharedMemoryUnavailableError as error:
@@ -151,6 +154,8 @@ class Carrier:
 
     def turn(self, backend: Backend) -> Turn:
         """Decide who begins second steps: a thread if that may be at any time."""
+        from shardwise.transport.runner import Turn
+
         return Turn.THREAD if backend.sends_messages else Turn.NEXT_CALL
 
     def turn_over_hosts(self, backend: Backend) -> Turn:

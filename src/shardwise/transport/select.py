@@ -8,7 +8,7 @@ By name, from the argument ``transport=`` or the environment variable ``SHARDWIS
     collectives    plain torch.distributed collectives, one per group and dtype
 
 A :class:`~shardwise.Wire` puts :mod:`shardwise.transport.encoded` around it, where bytes leave the
-host.
+host. Each transport is loaded when it is chosen.
 """
 
 from __future__ import annotations
@@ -23,20 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.carrier import carrier, check_wires, ranks_per_host
-from shardwise.transport.collectives import CollectivesTransport, NcclTransport
-from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter
-from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.peers import Peers, new_group
-from shardwise.transport.runner import Runner
-from shardwise.transport.shm.handshake import address_limit
-from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.wire import PLAIN, Wire
 
 if TYPE_CHECKING:
+    from shardwise.transport.all_to_all import AllToAll
+    from shardwise.transport.custom import AllGather, ReduceScatter
     from shardwise.transport.encoded import EncodedTransport
+    from shardwise.transport.runner import Runner
 
 T = TypeVar("T")
 
@@ -112,10 +108,12 @@ def compose(
     made = select_transport(group, device, options.transport)
     if group is None or made.world_size == 1:
         return made
-    if not isinstance(made, ShmTransport):
+    if made.leaves_host:
         made = _with_wire(made, group, device, options)
     if options.all_gather is None and options.reduce_scatter is None:
         return made
+    from shardwise.transport.custom import CustomTransport
+
     return CustomTransport(made, group, options.all_gather, options.reduce_scatter)
 
 
@@ -133,6 +131,8 @@ def _with_wire(
     def make() -> Transport:
         if ranks_per_host(hosts) not in (None, 1, len(hosts)):
             return _two_levels(peers, device, wire, requested)
+        from shardwise.transport.runner import Runner
+
         runner = Runner(carrier().turn(carrier().backend(peers, device)))
         return _encoded(plain, group, device, wire, runner)
 
@@ -142,13 +142,17 @@ def _with_wire(
 def _encoded(
     plain: Transport, group: dist.ProcessGroup, device: torch.device, wire: Wire, runner: Runner
 ) -> EncodedTransport:
-    from shardwise.transport.encoded import EncodedTransport  # most trainings have plain wires
+    from shardwise.transport.all_to_all import AllToAll
+    from shardwise.transport.collectives import CollectivesTransport
+    from shardwise.transport.encoded import EncodedTransport
+    from shardwise.transport.gloo import GlooTransport
 
     log = plain.log if isinstance(plain, GlooTransport | CollectivesTransport) else None
     return EncodedTransport(plain, AllToAll(group, device, log), wire, device, runner)
 
 
 def _two_levels(peers: Peers, device: torch.device, wire: Wire, requested: str) -> Transport:
+    from shardwise.transport.runner import Runner
     from shardwise.transport.two_levels import TwoLevelTransport
 
     levels = peers.once(_levels)
@@ -216,6 +220,9 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     Raises:
         ValueError: the group has no backend for the device.
     """
+    from shardwise.transport.collectives import CollectivesTransport, NcclTransport
+    from shardwise.transport.gloo import GlooTransport
+
     backend = carrier().backend(Peers(group), device)
     if backend.sends_messages:
         return GlooTransport(group)
@@ -234,10 +241,14 @@ def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
     Raises:
         ValueError: the group has no backend for the device.
     """
+    from shardwise.transport.all_to_all import AllToAll
+
     return _in_use(Peers(group), (device, "all-to-all"), lambda: AllToAll(group, device))
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    from shardwise.transport.collectives import CollectivesTransport
+
     return CollectivesTransport(group, carrier().backend(Peers(group), device))
 
 
@@ -252,6 +263,8 @@ def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if carrier().backend(Peers(group), device).shares_memory:
+        from shardwise.transport.shm.handshake import address_limit
+
         found = Peers(group).once(carrier().share_memory)
         if not isinstance(found, str):
             return found

@@ -52,6 +52,7 @@ class ShmTransport(Transport):
 
     name = "shm"
     overlaps_compute = False  # the thread that waits does the work
+    leaves_host = False
 
     def __init__(
         self,
