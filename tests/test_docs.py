@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 import shardwise
+from tests.test_public_api import PUBLIC
 from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -121,16 +122,7 @@ def test_the_notebook_runs() -> None:
             exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "shardwise",
-        "shardwise.frontends.wrap",
-        "shardwise.checkpoint",
-        "shardwise.diloco",
-        "shardwise.optim",
-    ],
-)
+@pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_is_in_the_reference(package: str) -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))

@@ -23,7 +23,7 @@ from shardwise.checkpoint.ranks import saving
 from shardwise.frontends import torch_groups as observed_groups
 from shardwise.frontends import watch_ranks
 from shardwise.insight import audit
-from shardwise.insight.timeline import recorder, recording
+from shardwise.timeline import recorder, recording
 from tests.harness import run_ranks
 from tests.interrupts import at_every_line
 

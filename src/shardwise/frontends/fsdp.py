@@ -50,11 +50,11 @@ from shardwise.frontends.unit import (
     cast_buffers,
     materialize_unit,
 )
-from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, gather_in_order, state_of, states_of
 from shardwise.transport.wire import Wire
+from shardwise.wrap import Policy
 
 
 class FullyShardedDataParallel(OptimSavingModule):

@@ -275,7 +275,7 @@ def merge_lora(
     transformers loads the result alone: weights, config.json and tokenizer.
     """
     check_extras(["peft", "transformers"])
-    from shardwise.frontends.pretrained.merging import merge_lora as run
+    from shardwise.pretrained.merging import merge_lora as run
 
     adapters = existing(src) / "adapters"
     if not adapters.is_dir():

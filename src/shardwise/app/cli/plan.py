@@ -279,7 +279,7 @@ def calibrate(out: Out = None) -> None:
     """
     from shardwise.insight.inspect.text import Cells
     from shardwise.insight.planning.calibrate import cache_file, check_writable
-    from shardwise.insight.timeline.recorded import measure_machine
+    from shardwise.timeline.recorded import measure_machine
 
     check_extras(["transformers"])
     console, began = Console(), time.monotonic()

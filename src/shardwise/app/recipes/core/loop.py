@@ -49,7 +49,7 @@ from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
     from shardwise.insight.planning.clock import StepTime
-    from shardwise.insight.timeline import Recording
+    from shardwise.timeline import Recording
 
 
 RECENT = 20  # steps over which speed is averaged
@@ -455,7 +455,7 @@ class TimelineOfRun:
             yield
             return
         if self._recording is None:
-            from shardwise.insight.timeline import record  # few trainings need it
+            from shardwise.timeline import record  # few trainings need it
 
             recording = record(self.folder, prediction=self.prediction)
             try:

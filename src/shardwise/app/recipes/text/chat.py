@@ -43,8 +43,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.pretrained.opening import limited
 from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained.opening import limited
 
 ASSISTANT = "assistant"
 HELD_OUT_AT_MOST = 512  # chats: an evaluation should take less time than the steps between two

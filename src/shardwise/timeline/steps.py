@@ -32,7 +32,7 @@ from shardwise.base.observe import Activity
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Step
+from shardwise.timeline.rank import COLLECTIVES, RankTimeline, Step
 
 
 class Part(enum.Enum):

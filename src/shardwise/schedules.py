@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+__all__ = ["Exhaustive", "FixedOrder", "Random"]
+
 
 class Schedule:
     """Decides whose turn is next: here the next rank that can go on, where one has to wait.

@@ -26,7 +26,7 @@ from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.timeline.meeting import (
+from shardwise.timeline.meeting import (
     ClockReport,
     Meeting,
     Reading,
@@ -37,10 +37,10 @@ from shardwise.insight.timeline.meeting import (
     read_clock,
     waiting_for,
 )
-from shardwise.insight.timeline.page import page, trace
-from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recorder import DeviceClock, Recorder
-from shardwise.insight.timeline.steps import Timeline, together
+from shardwise.timeline.page import page, trace
+from shardwise.timeline.rank import RankTimeline
+from shardwise.timeline.recorder import DeviceClock, Recorder
+from shardwise.timeline.steps import Timeline, together
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.

@@ -19,10 +19,10 @@ from shardwise._torch import dtensor, operations
 from shardwise.base import observe
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import ShardwiseError
-from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Schedule
-from shardwise.insight.simulated.world import SimulatedWorld
-from shardwise.insight.timeline.recorder import Recorder
-from shardwise.insight.timeline.steps import SIMULATED, Timeline
+from shardwise.schedules import Exhaustive, FixedOrder, Schedule
+from shardwise.simulated.world import SimulatedWorld
+from shardwise.timeline.recorder import Recorder
+from shardwise.timeline.steps import SIMULATED, Timeline
 
 T = TypeVar("T")
 
