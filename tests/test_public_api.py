@@ -260,7 +260,8 @@ def test_what_is_public_says_what_it_takes_returns_and_raises(name: str) -> None
     if inspect.isclass(value):
         if "__init__" not in vars(value) or issubclass(value, Exception):
             return
-        described = sections.get("Args", "") + sections.get("Attributes", "")
+        docs = [_sections(inspect.getdoc(each) or "") for each in value.__mro__ if _is_ours(each)]
+        described = "".join(doc.get(part, "") for doc in docs for part in ("Args", "Attributes"))
         signature = inspect.signature(value.__init__)
     elif inspect.isroutine(value):
         described = sections.get("Args", "")

@@ -83,6 +83,9 @@ class ModelPlan(Plan):
     def to_html(self, path: str | Path) -> Path:
         """Write the plan, and who holds what, as one HTML page that loads nothing else.
 
+        Args:
+            path: the file to write.
+
         Returns:
             The path.
 
