@@ -11,6 +11,7 @@ A fenced ``python`` block is preceded by a comment that says how it is run:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -24,7 +25,8 @@ from typing import Any
 import pytest
 
 import shardwise
-from tests.test_public_api import PUBLIC
+from tests.test_layers import HEIGHT, NAMES, nodes_of
+from tests.test_public_api import MOVED, PUBLIC
 from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +92,35 @@ def test_programs_run(
         return
     monkeypatch.chdir(tmp_path)  # where it may write
     shardwise.simulate(_run, program.ranks, program)
+
+
+#: Packages of which users import nothing.
+PUBLIC_MODULES = {name.split(".")[1] for name in (*PUBLIC, *MOVED.values()) if "." in name}
+INTERNAL = HEIGHT.keys() - PUBLIC_MODULES - {"__init__", "__main__", "weights"}
+OF_A_LAYER = re.compile(rf"\bshardwise\.({'|'.join(sorted(INTERNAL))})\b")
+IMPORT = re.compile(rf"\b(import|from) {OF_A_LAYER.pattern}")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, ROOT / "CHANGELOG.md", NOTEBOOK, *sorted((ROOT / "examples").glob("*.py"))],
+    ids=lambda path: path.name,
+)
+def test_no_document_shows_the_name_of_a_layer(document: Path) -> None:
+    """Users import public names from where they stay, whatever becomes of the source."""
+    assert not OF_A_LAYER.findall(document.read_text())
+
+
+def test_no_docstring_or_message_shows_an_import_from_a_layer() -> None:
+    shown = [
+        f"{name}:{node.lineno}: {node.value}"
+        for name in NAMES
+        if name != "elastic/call.py"  # which writes a program for ranks
+        for node in nodes_of(name)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if IMPORT.search(node.value)
+    ]
+    assert not shown
 
 
 def _cells() -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ def _tree(name: str) -> ast.Module:
 
 
 @functools.cache
-def _nodes(name: str) -> list[ast.AST]:
+def nodes_of(name: str) -> list[ast.AST]:
     return list(ast.walk(_tree(name)))
 
 
@@ -121,7 +121,7 @@ def _nodes(name: str) -> list[ast.AST]:
 def _imports(name: str) -> list[tuple[int, str]]:
     """Every name that a file imports, dotted in full, with its line."""
     found = []
-    for node in _nodes(name):
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -199,7 +199,7 @@ def test_no_class_name_stands_twice() -> None:
     """A name that is searched for leads to one class."""
     found: dict[str, list[str]] = {}
     for name in NAMES:
-        for node in _nodes(name):
+        for node in nodes_of(name):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(f"{name}:{node.lineno}")
     twice = [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
@@ -233,7 +233,7 @@ def _private_imports(name: str) -> Iterator[str]:
 
 def _private_attributes(name: str) -> Iterator[str]:
     """Underscored attributes that the file does not define: torch's, or another file's own."""
-    for node in _nodes(name):
+    for node in nodes_of(name):
         if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
             continue
         if node.attr not in _own_names(name) | DOCUMENTED:
@@ -244,7 +244,7 @@ def _private_attributes(name: str) -> Iterator[str]:
 def _own_names(name: str) -> frozenset[str]:
     """Every name that a file defines: functions, classes, variables and attributes."""
     names: set[str] = set()
-    for node in _nodes(name):
+    for node in nodes_of(name):
         match node:
             case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own):
                 names.add(own)
@@ -271,7 +271,7 @@ def test_a_process_rebinds_only_the_global_names_that_contributing_lists() -> No
     found = {
         f"{name}: `{variable}`"
         for name in NAMES
-        for node in _nodes(name)
+        for node in nodes_of(name)
         if isinstance(node, ast.Global)
         for variable in node.names
     }
@@ -334,7 +334,7 @@ def test_nobody_above_the_seam_asks_what_kind_of_transport_is_below() -> None:
         f"{name}:{node.lineno}"
         for name in NAMES
         if _part(name) != "transport"
-        for node in _nodes(name)
+        for node in nodes_of(name)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
         if re.search(r"\b\w*Transport\b", ast.unparse(node.args[1]))
     ]
@@ -348,7 +348,7 @@ def test_torchs_own_data_parallel_trainers_are_never_used() -> None:
             last = imported.rpartition(".")[2]
             if imported in PEERS or (last in PEERS and imported.startswith("torch.")):
                 found.append(f"{name}:{line}: {imported}")
-        for node in _nodes(name):
+        for node in nodes_of(name):
             if isinstance(node, ast.Attribute) and node.attr in {*PEERS, "fully_shard"}:
                 dotted = ast.unparse(node)
                 if dotted in PEERS or (node.attr in PEERS and dotted.startswith("torch.")):
@@ -369,7 +369,7 @@ def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
             continue
         named = {
             id(call)
-            for block in _nodes(name)
+            for block in nodes_of(name)
             if isinstance(block, ast.With)
             and any(
                 re.match(r"Peers\(.*\)\.collective\(", ast.unparse(item.context_expr))
@@ -377,7 +377,7 @@ def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
             )
             for call in ast.walk(block)
         }
-        for node in _nodes(name):
+        for node in nodes_of(name):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="dist"), attr=attr)):
                     if attr in COLLECTIVES and id(node) not in named:

@@ -134,7 +134,7 @@ def plan(
             ``step`` says.
 
     Returns:
-        The plan: ``print`` it, or see :class:`~shardwise.insight.planning.report.Plan`.
+        The plan: ``print`` it, or see :class:`~shardwise.Plan`.
 
     Raises:
         MeshError: the mesh does not fit the strategy or the model.
