@@ -6,7 +6,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise._torch import autograd
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
-from shardwise.base.scratch import file
-from shardwise.base.scratch.file import ScratchFile, file_in
+
+if TYPE_CHECKING:
+    from shardwise.base.scratch.file import ScratchFile
 
 
 @dataclass
@@ -80,6 +81,8 @@ class Offload:
         """
         disk = None
         if isinstance(policy, DiskOffloadPolicy):
+            from shardwise.base.scratch.file import file_in
+
             disk = file_in(Path(policy.folder).expanduser())
         offloads = isinstance(policy, DiskOffloadPolicy | CPUOffloadPolicy)
         enabled = offloads and device.type != "cpu"
@@ -178,8 +181,12 @@ class Offload:
 
     def _goes_to_disk(self, shard: torch.Tensor) -> bool:
         """Whether a disk keeps such shards."""
+        if self.disk is None:
+            return False
+        from shardwise.base.scratch import file  # few models are on a disk
+
         plain = type(shard) in (torch.Tensor, nn.Parameter) and shard.layout is torch.strided
-        return self.disk is not None and plain and shard.nbytes >= file.SMALLEST
+        return plain and shard.nbytes >= file.SMALLEST
 
     def grad_to_host(self, grad: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
         """Start to copy a reduced gradient to the host. :meth:`wait` waits for it.

@@ -92,7 +92,7 @@ class SimulatedRanks(list[SimulatedRank]):
         """Call ``function(value)`` on every rank, with what the rank has returned.
 
         Args:
-            function: takes :attr:`SimulatedRank.value`.
+            function: takes the :class:`SimulatedRank`'s value.
 
         Returns:
             What it returned, by rank.
