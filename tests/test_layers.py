@@ -49,7 +49,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
+        ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["devices"],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from shardwise.app.cli.main import commands
 from shardwise.app.cli.options import UsageError, describe
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import WORKER_JOB, environment, find_world
 
 __all__ = ["train"]

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.app.recipes.core import loop
-from shardwise.base.errors import PeerLostError
+from shardwise.base.errors import PeerLostError, UserError
 from shardwise.elastic import rank as ranks_life
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import WORKER_JOB, World
 from shardwise.insight.schema.option import OptionError

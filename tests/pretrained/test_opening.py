@@ -163,7 +163,7 @@ def _yes() -> Any:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_hostile_folder_is_one_line_and_runs_no_code(folder: Path, damage: str) -> None:
     from shardwise.app.recipes.text.generate import Request, generate
-    from shardwise.elastic.errors import UserError
+    from shardwise.base.errors import UserError
 
     make, message = DAMAGES[damage]
     make(folder)

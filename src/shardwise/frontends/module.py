@@ -237,6 +237,8 @@ class FSDPModule(_Sharded):
         except RuntimeError as error:
             for name, param in self.named_parameters():
                 found = state_dict.get(name)
+                if not isinstance(found, torch.Tensor):
+                    continue
                 if isinstance(param, DTensor) and type(found) in (torch.Tensor, nn.Parameter):
                     raise RuntimeError(
                         f"{name} on rank {dist.get_rank()}: found a full tensor of shape "

@@ -36,10 +36,9 @@ from shardwise.app.cli.options import (
     read_size,
 )
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.ordering import nan_last
 from shardwise.base.units import brief_size, counted, printable, show
-from shardwise.elastic.errors import UserError
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:

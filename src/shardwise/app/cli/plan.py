@@ -27,9 +27,8 @@ from shardwise.app.cli.options import (
     with_options,
 )
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.base.errors import NotPossibleError
+from shardwise.base.errors import NotPossibleError, UserError
 from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError

@@ -36,9 +36,8 @@ from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import listed, printable
-from shardwise.elastic.errors import UserError
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig

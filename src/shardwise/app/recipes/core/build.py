@@ -23,8 +23,8 @@ from shardwise import (
     optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
+from shardwise.base.errors import UserError
 from shardwise.base.places import folder_of_place
-from shardwise.elastic.errors import UserError
 from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
     PrecisionName,

@@ -38,9 +38,9 @@ from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe, plain
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
-from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS, launched_here
 from shardwise.insight.schema.training import TrainConfig

@@ -22,8 +22,8 @@ from rich.text import Text
 from shardwise.app.recipes.core.build import DTYPES, divided_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices, plain
+from shardwise.base.errors import UserError
 from shardwise.base.units import binary_size, counted
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World, environment
 from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
