@@ -236,9 +236,7 @@ class FSDPModule(_Sharded):
             return super(TorchFSDPModule, self).load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
             for name, param in self.named_parameters():
-                found = state_dict.get(name)
-                if not isinstance(found, torch.Tensor):
-                    continue
+                found = state_dict.get(name, param)
                 if isinstance(param, DTensor) and type(found) in (torch.Tensor, nn.Parameter):
                     raise RuntimeError(
                         f"{name} on rank {dist.get_rank()}: found a full tensor of shape "
