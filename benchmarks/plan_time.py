@@ -35,7 +35,7 @@ from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.timeline.recorded import measure_machine
+from shardwise.timeline.recorded import measure_machine
 
 _PORT = 29500
 _Found = dict[str, Any]

@@ -21,7 +21,7 @@ from shardwise import (  # was: from torch.distributed.fsdp import (
     StateDictType,
 )
 from shardwise import FullyShardedDataParallel as FSDP
-from shardwise.frontends.wrap import (
+from shardwise.wrap import (
     transformer_auto_wrap_policy,  # was: torch.distributed.fsdp.wrap
 )
 

@@ -15,7 +15,7 @@ import torch
 
 def worker(config: dict) -> None:
     """Train on this worker. Ray has already made the process group."""
-    from shardwise.app.cli.worker import train
+    from shardwise.worker import train
 
     train(config["arguments"], config["job"])
 

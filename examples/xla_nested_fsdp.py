@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise import XlaFullyShardedDataParallel as FSDP
 from shardwise import checkpoint_module
-from shardwise.frontends.wrap import size_based_auto_wrap_policy
+from shardwise.wrap import size_based_auto_wrap_policy
 
 
 class ConvNet(nn.Module):

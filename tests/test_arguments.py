@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import shardwise
 from shardwise import checkpoint, diloco, optim, simulate, timeline, wrap
@@ -78,13 +80,19 @@ MADE_BY_US = {
     "GradientReductionHandle",
     "Handle",
     "MachineConfig",
+    "ModelPlan",
+    "ModelReport",
     "OffloadedOptimizer",
     "OptimizerInBackward",
     "OptimizerOnShards",
     "PerRank",
+    "Plan",
     "PlannedStep",
     "Publication",
     "Recording",
+    "Report",
+    "SimulatedRank",
+    "SimulatedRanks",
     "StrategyConfig",
     "Subscription",
     "Timeline",
@@ -134,6 +142,105 @@ def _call(function: Callable[..., Any], given: dict[str, Any]) -> None:
     if isinstance(found, contextlib.AbstractContextManager):
         with found:
             pass
+
+
+METHODS = [
+    name
+    for name, each in vars(shardwise.FSDPModule).items()
+    if inspect.isfunction(each) and not name.startswith("_")
+    if not hasattr(each, "__deprecated__") and name not in {"load_state_dict", "until_all_end"}
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_of_a_sharded_module_names_the_argument_of_a_wrong_type(name: str) -> None:
+    """At once, not in the next forward or backward."""
+
+    def run() -> None:
+        method = getattr(shardwise.fully_shard(nn.Linear(4, 4)), name)
+        for argument, expected in _expected(method).items():
+            if not _fits(Odd(), expected) and "symm_mem" not in name:  # not offered
+                given = {"hook": len} if name == "set_all_reduce_hook" else {}
+                message = f"^{argument}: (found|expected) a"
+                with pytest.raises((TypeError, ValueError), match=message):
+                    method(**{**given, argument: Odd()})
+
+    simulate(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"mp_policy": MixedPrecisionPolicy("bf16")}, "mp_policy.param_dtype: found 'bf16'"),
+        ({"mp_policy": MixedPrecisionPolicy(None, "bf16")}, "mp_policy.reduce_dtype: found 'bf16'"),
+        (
+            {"mp_policy": MixedPrecisionPolicy(torch.int8)},
+            "mp_policy.param_dtype: found torch.int8",
+        ),
+        ({"mesh": 2}, r"mesh: found 2, expected a DeviceMesh \(such as shardwise.init_mesh"),
+        (
+            {"ignored_params": {"bias"}},
+            "ignored_params: found a set of str, expected a set, each",
+        ),
+    ],
+)
+def test_fully_shard_refuses_before_the_first_forward(made: dict[str, Any], message: str) -> None:
+    def run() -> None:
+        model = nn.Linear(4, 4)
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            shardwise.fully_shard(model, **made)
+        assert type(model) is nn.Linear
+
+    simulate(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"mixed_precision": MixedPrecision("bf16")}, "mixed_precision.param_dtype: found 'bf16'"),
+        ({"backward_prefetch": "pre"}, "backward_prefetch: found 'pre', expected a Backward"),
+    ],
+)
+def test_the_wrapper_refuses_before_the_first_forward(made: dict[str, Any], message: str) -> None:
+    def run() -> None:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            shardwise.FullyShardedDataParallel(nn.Linear(4, 4), **made)
+
+    simulate(run, 1)
+
+
+def test_full_tensors_do_not_load_into_shards_and_the_error_says_what_loads_them() -> None:
+    full = nn.Linear(4, 4).state_dict()
+
+    def run() -> None:
+        model = shardwise.fully_shard(nn.Linear(4, 4))
+        before = model.weight.full_tensor()
+        with pytest.raises(RuntimeError, match=r"^weight on rank \d: found a full tensor of shape"):
+            model.load_state_dict(full)
+        assert torch.equal(model.weight.full_tensor(), before)
+        set_model_state_dict(model, dict(full), options=StateDictOptions(full_state_dict=True))
+        assert torch.equal(model.weight.full_tensor(), full["weight"])
+        with pytest.raises(RuntimeError, match="Missing key"):  # what else is wrong, torch says
+            model.load_state_dict({})
+
+    simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: shardwise.fully_shard(nn.Linear(4, 4)),
+        lambda: shardwise.FullyShardedDataParallel(nn.Linear(4, 4)),
+        lambda: shardwise.XlaFullyShardedDataParallel(nn.Linear(4, 4)),
+        lambda: shardwise.init_mesh(dp=2),
+    ],
+)
+def test_a_process_that_is_no_rank_is_told_how_to_start_one(
+    call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"found no RANK.* shardwise run .* torchrun"):
+        call()
 
 
 def test_ranks_refuse_together() -> None:

@@ -11,9 +11,11 @@ A fenced ``python`` block is preceded by a comment that says how it is run:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
+import pkgutil
 import re
 import types
 from importlib import import_module
@@ -23,6 +25,8 @@ from typing import Any
 import pytest
 
 import shardwise
+from tests.test_layers import HEIGHT, NAMES, nodes_of
+from tests.test_public_api import MOVED, PUBLIC
 from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +94,35 @@ def test_programs_run(
     shardwise.simulate(_run, program.ranks, program)
 
 
+#: Packages of which users import nothing.
+PUBLIC_MODULES = {name.split(".")[1] for name in (*PUBLIC, *MOVED.values()) if "." in name}
+INTERNAL = HEIGHT.keys() - PUBLIC_MODULES - {"__init__", "__main__", "weights"}
+OF_A_LAYER = re.compile(rf"\bshardwise\.({'|'.join(sorted(INTERNAL))})\b")
+IMPORT = re.compile(rf"\b(import|from) {OF_A_LAYER.pattern}")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, ROOT / "CHANGELOG.md", NOTEBOOK, *sorted((ROOT / "examples").glob("*.py"))],
+    ids=lambda path: path.name,
+)
+def test_no_document_shows_the_name_of_a_layer(document: Path) -> None:
+    """Users import public names from where they stay, whatever becomes of the source."""
+    assert not OF_A_LAYER.findall(document.read_text())
+
+
+def test_no_docstring_or_message_shows_an_import_from_a_layer() -> None:
+    shown = [
+        f"{name}:{node.lineno}: {node.value}"
+        for name in NAMES
+        if name != "elastic/call.py"  # which writes a program for ranks
+        for node in nodes_of(name)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if IMPORT.search(node.value)
+    ]
+    assert not shown
+
+
 def _cells() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
     return found
@@ -121,29 +154,21 @@ def test_the_notebook_runs() -> None:
             exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "shardwise",
-        "shardwise.frontends.wrap",
-        "shardwise.checkpoint",
-        "shardwise.diloco",
-        "shardwise.optim",
-    ],
-)
+@pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_is_in_the_reference(package: str) -> None:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     torchs = set(re.findall(r"^\| `(\w+)` \|", pages, re.MULTILINE))
+    values = [pkgutil.resolve_name(name) for name in shown]
     missing = []
     for name in import_module(package).__all__:
         value = getattr(import_module(package), name)
         if isinstance(value, types.ModuleType):
-            found = any(each.startswith(f"{value.__name__}.") for each in shown)
+            found = value.__name__ in PUBLIC
         elif value.__module__.startswith("torch."):
             found = name in torchs
         else:
-            found = f"{package}.{name}" in shown
+            found = value in values
         if not found:
             missing.append(f"{package}.{name}")
     assert not missing, "add these to a page of docs/reference/"

@@ -25,7 +25,7 @@ from shardwise.elastic import store
 from shardwise.frontends import summon, watch_ranks
 from shardwise.frontends import torch_groups as observed_groups
 from shardwise.insight import audit
-from shardwise.insight.timeline import recorder, recording
+from shardwise.timeline import recorder, recording
 from tests.harness import run_ranks
 from tests.interrupts import at_every_line
 

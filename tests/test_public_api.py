@@ -36,19 +36,26 @@ PUBLIC = {
         "MachineConfig",
         "MixedPrecision",
         "MixedPrecisionPolicy",
+        "ModelPlan",
+        "ModelReport",
         "OffloadError",
         "OffloadPolicy",
         "OptimStateDictConfig",
         "OptimStateKeyType",
         "PeerLostError",
+        "Plan",
         "PlannedStep",
         "Publication",
         "RankFailedError",
         "RanksDivergedError",
+        "Report",
         "ShardedOptimStateDictConfig",
         "ShardedStateDictConfig",
         "ShardingStrategy",
         "ShardwiseError",
+        "SimulatedRank",
+        "SimulatedRanks",
+        "Simulation",
         "StateDictConfig",
         "StateDictSettings",
         "StateDictType",
@@ -61,6 +68,7 @@ PUBLIC = {
         "checkpoint",
         "checkpoint_module",
         "clip_grad_norm_",
+        "compat",
         "diloco",
         "from_pretrained",
         "fully_shard",
@@ -72,6 +80,7 @@ PUBLIC = {
         "optim",
         "patch_torch",
         "plan",
+        "pretrained",
         "publish",
         "register_fsdp_forward_method",
         "relayout",
@@ -134,14 +143,17 @@ PUBLIC = {
         "param_groups",
         "whole",
     ],
-    "shardwise.frontends.pretrained": [
+    "shardwise.compat": ["patch_torch"],
+    "shardwise.pretrained": [
         "LoadReport",
         "build",
         "fill",
         "from_pretrained",
         "save_pretrained",
     ],
-    "shardwise.frontends.wrap": [
+    "shardwise.schedules": ["Exhaustive", "FixedOrder", "Random"],
+    "shardwise.timeline": ["Recording", "Timeline", "read", "record", "write"],
+    "shardwise.wrap": [
         "CustomPolicy",
         "ModuleWrapPolicy",
         "Policy",
@@ -159,6 +171,47 @@ PUBLIC = {
         "wrap",
     ],
 }
+
+#: Modules that have moved, by the path that programs may still import them from.
+MOVED = {
+    "shardwise.app.cli.worker": "shardwise.worker",
+    "shardwise.frontends.compat": "shardwise.compat",
+    "shardwise.frontends.compat.fsdp2": "shardwise.compat.fsdp2",
+    "shardwise.frontends.pretrained": "shardwise.pretrained",
+    "shardwise.frontends.pretrained.trainer": "shardwise.pretrained.trainer",
+    "shardwise.frontends.wrap": "shardwise.wrap",
+    "shardwise.insight.timeline": "shardwise.timeline",
+}
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_what_has_moved_can_be_imported_from_where_it_was(old: str) -> None:
+    before, now = import_module(old), import_module(MOVED[old])
+
+    assert now.__all__
+    for name in now.__all__:
+        assert getattr(before, name) is getattr(now, name), name
+
+
+def test_an_old_path_is_a_name_and_nothing_else() -> None:
+    found = {}
+    for file in Path(shardwise.__file__).parent.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        about = re.match(r"The old path of :mod:`(.*)`", ast.get_docstring(tree) or "")
+        if about is not None:
+            imports = [each for each in tree.body[1:] if isinstance(each, ast.ImportFrom)]
+            assert len(imports) == len(tree.body) - 1
+            assert {each.module for each in imports} == {about[1]}
+            path = file.relative_to(Path(shardwise.__file__).parents[1]).with_suffix("")
+            found[".".join(path.parts).removesuffix(".__init__")] = about[1]
+
+    assert found == MOVED
+
+
+def test_every_public_module_can_be_imported_in_both_forms() -> None:
+    modules = ["shardwise.weights.sglang", *MOVED.values(), *PUBLIC]
+    forms = ["import {}", "from {} import *"]
+    _packages_after("\n".join(form.format(name) for name in modules for form in forms))
 
 
 @pytest.mark.parametrize("package", PUBLIC)
@@ -207,7 +260,8 @@ def test_what_is_public_says_what_it_takes_returns_and_raises(name: str) -> None
     if inspect.isclass(value):
         if "__init__" not in vars(value) or issubclass(value, Exception):
             return
-        described = sections.get("Args", "") + sections.get("Attributes", "")
+        docs = [_sections(inspect.getdoc(each) or "") for each in value.__mro__ if _is_ours(each)]
+        described = "".join(doc.get(part, "") for doc in docs for part in ("Args", "Attributes"))
         signature = inspect.signature(value.__init__)
     elif inspect.isroutine(value):
         described = sections.get("Args", "")

@@ -23,8 +23,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardwise.insight.simulated.schedules import Schedule
-from shardwise.insight.simulated.world import SimulatedWorld
+from shardwise.schedules import Schedule
+from shardwise.simulated.world import SimulatedWorld
 from shardwise.transport import select
 from tests.transport.fake import FakeTransport
 

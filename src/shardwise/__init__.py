@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-    from shardwise import checkpoint, diloco, optim
+    from shardwise import checkpoint, compat, diloco, optim, pretrained, schedules, timeline, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
     from shardwise.app.recipes.core.script_log import log
     from shardwise.base.errors import (
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
         ShardwiseError,
     )
     from shardwise.base.offload import DiskOffloadPolicy
+    from shardwise.compat import patch_torch
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
-    from shardwise.frontends import wrap
     from shardwise.frontends.blocks import checkpoint_module
-    from shardwise.frontends.compat import patch_torch
     from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.fsdp2 import fully_shard
@@ -52,20 +51,26 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.relayout import relayout
     from shardwise.frontends.watch_ranks import watch_ranks
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
-    from shardwise.insight import timeline
     from shardwise.insight.audit import audit
-    from shardwise.insight.inspect.read import inspect
-    from shardwise.insight.planning.api import plan
+    from shardwise.insight.inspect.read import ModelReport, inspect
+    from shardwise.insight.inspect.report import Report
+    from shardwise.insight.planning.api import ModelPlan, plan
+    from shardwise.insight.planning.report import Plan
     from shardwise.insight.planning.settings import MachineConfig, PlannedStep
     from shardwise.insight.schema.sharding import StrategyConfig
-    from shardwise.insight.simulated import schedules
-    from shardwise.insight.simulated.api import simulate, simulation
     from shardwise.optim.norms import clip_grad_norm_
+    from shardwise.pretrained.api import from_pretrained, save_pretrained
     from shardwise.sharding.ledger import GradientReductionHandle
+    from shardwise.simulated.api import (
+        SimulatedRank,
+        SimulatedRanks,
+        Simulation,
+        simulate,
+        simulation,
+    )
     from shardwise.transport.wire import Wire
     from shardwise.weights.publish import Publication, publish
     from shardwise.weights.subscribe import Subscription, subscribe
@@ -89,19 +94,26 @@ __all__ = [
     "MachineConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModelPlan",
+    "ModelReport",
     "OffloadError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerLostError",
+    "Plan",
     "PlannedStep",
     "Publication",
     "RankFailedError",
     "RanksDivergedError",
+    "Report",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "ShardwiseError",
+    "SimulatedRank",
+    "SimulatedRanks",
+    "Simulation",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
@@ -114,6 +126,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_module",
     "clip_grad_norm_",
+    "compat",
     "diloco",
     "from_pretrained",
     "fully_shard",
@@ -125,6 +138,7 @@ __all__ = [
     "optim",
     "patch_torch",
     "plan",
+    "pretrained",
     "publish",
     "register_fsdp_forward_method",
     "relayout",

@@ -18,7 +18,7 @@ from shardwise.app.cli.options import Options
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes import rank
 from shardwise.app.recipes.core.job import TrainingJob
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.option import OptionError

@@ -235,7 +235,7 @@ def test_a_script_may_handle_signals_by_itself(script: Callable[[str], Script]) 
 def test_a_script_may_be_a_rank_as_recipes_are(script: Callable[[str], Script]) -> None:
     mine = script(
         """
-        from shardwise.elastic.errors import UserError
+        from shardwise.base.errors import UserError
         from shardwise.elastic.rank import run_rank
         from shardwise.elastic.world import find_world
 

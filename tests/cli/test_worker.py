@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.app.cli.worker import train
 from shardwise.app.recipes.core import loop
-from shardwise.base.errors import PeerLostError
+from shardwise.base.errors import PeerLostError, UserError
 from shardwise.elastic import rank as ranks_life
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import WORKER_JOB, World
 from shardwise.insight.schema.option import OptionError
+from shardwise.worker import train
 from tests.recipes.running import train as train_here
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks
@@ -110,7 +110,7 @@ def test_a_worker_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in WORLD:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(
-        "shardwise.app.cli.worker.commands", lambda *_: pytest.fail("processes are started")
+        "shardwise.worker.commands", lambda *_: pytest.fail("processes are started")
     )
     with pytest.raises(UserError, match="RANK"):
         train(["lm"], "job")

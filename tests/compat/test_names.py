@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import _fully_shard as torch_home
 
 import shardwise
-from shardwise.frontends.compat import fsdp2
+from shardwise.compat import fsdp2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "torch-compatibility.md").read_text()
 FSDP1 = {

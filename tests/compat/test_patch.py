@@ -129,9 +129,9 @@ def test_inside_fsdp1_is_ours_and_outside_torchs(rank: int, world_size: int) -> 
 
 @on_processes(1)
 def test_standing_in_for_torchs_module(rank: int, world_size: int) -> None:
-    import shardwise.frontends.compat.fsdp2
+    import shardwise.compat.fsdp2
 
-    sys.modules["torch.distributed.fsdp"] = shardwise.frontends.compat.fsdp2
+    sys.modules["torch.distributed.fsdp"] = shardwise.compat.fsdp2
     program = _library("program")
     model = program.prepare(nn.Sequential(nn.Linear(4, 4)))
     assert isinstance(model, shardwise.FSDPModule)

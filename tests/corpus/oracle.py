@@ -38,9 +38,9 @@ from shardwise import (
 )
 from shardwise._torch.fsdp import REDUCES_AS_STORED
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.frontends.wrap import CustomPolicy
 from shardwise.sharding.state import groups_of, state_of
 from shardwise.sharding.states import GroupState
+from shardwise.wrap import CustomPolicy
 from tests.corpus.collectives import customize
 from tests.corpus.gathering import (
     Part,

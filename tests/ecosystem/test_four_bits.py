@@ -13,16 +13,16 @@ from torch.nn import functional as F
 
 from shardwise import checkpoint, fully_shard
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
-from shardwise.frontends.pretrained.building import build
-from shardwise.frontends.pretrained.filling import fill
-from shardwise.frontends.pretrained.four_bits import (
+from shardwise.pretrained.api import AdapterForm, saved_pretrained
+from shardwise.pretrained.building import build
+from shardwise.pretrained.filling import fill
+from shardwise.pretrained.four_bits import (
     FourBitLinear,
     four_bit_layers,
     store_in_four_bits,
     unpacked,
 )
-from shardwise.frontends.pretrained.lora import add_adapters, initialize_adapters, plain_names
+from shardwise.pretrained.lora import add_adapters, initialize_adapters, plain_names
 from tests.ecosystem.llama import full, loss_of, tokens
 from tests.harness import run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
-from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
+from shardwise.pretrained.trainer import TrainerCheckpoints
 from tests.pretrained.small import assert_same, full_tensors, save_llama
 from tests.worlds import Ranks
 

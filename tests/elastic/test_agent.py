@@ -28,7 +28,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from shardwise.base.errors import PeerLostError
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.base.errors import UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import find_world
 

@@ -9,10 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardwise.base.errors import PeerLostError
+from shardwise.base.errors import PeerLostError, UserError
 from shardwise.elastic import connect
 from shardwise.elastic.connect import agree_on_attempt, connected
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.transport import peers
 from tests.worlds import Ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.hosts import Nodes, read_token
 from tests.cli.shell import call
 

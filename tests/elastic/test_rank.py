@@ -167,7 +167,8 @@ def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> N
 BODY = """
 import errno, os, sys
 from shardwise.base.errors import OffloadError, PeerLostError
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.base.errors import UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import World
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from shardwise.base.errors import UserError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.clock import Clock
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
 from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening

@@ -11,7 +11,7 @@ from tests.programs import shell_environment, start_program
 RANK = """
 import os, signal, sys
 from shardwise.base.errors import PeerLostError
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import find_world, job_id
 from shardwise.app.recipes.text.documents import ConnectionLostError

@@ -20,7 +20,8 @@ from shardwise.elastic.world import PARENT_PID
 
 BODY = """
 from shardwise.base.errors import PeerLostError
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.base.errors import UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import World
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from shardwise.base.errors import UserError
 from shardwise.elastic import world as world_
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import (
     JOB,
     MOST_RANKS,

@@ -22,7 +22,7 @@ from shardwise import (
     StateDictType,
     checkpoint_module,
 )
-from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from shardwise.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.corpus.gathering import in_full
 from tests.frontends.training import assert_bits, train, trained_twin, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded

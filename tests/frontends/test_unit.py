@@ -17,7 +17,7 @@ from shardwise.frontends.unit import (
     keep_in_full_precision,
     modules_in_full_precision,
 )
-from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy
+from shardwise.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.sharding.nets import Block, Net
 
 

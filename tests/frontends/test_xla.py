@@ -15,7 +15,7 @@ from shardwise import (
     StateDictType,
     XlaFullyShardedDataParallel,
 )
-from shardwise.frontends.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from shardwise.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.corpus.gathering import in_full
 from tests.frontends.training import assert_bits, train, trained_twin
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded

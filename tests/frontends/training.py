@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import FullyShardedDataParallel, ShardingStrategy
-from shardwise.frontends.wrap import ModuleWrapPolicy
+from shardwise.wrap import ModuleWrapPolicy
 from tests.corpus.gathering import in_full
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 

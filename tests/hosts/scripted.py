@@ -48,7 +48,7 @@ run_rank(find_world(), body)
 _JOB = """
 import sys
 from shardwise.elastic import membership, rendezvous, restarts
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.hosts import Nodes
 
 rendezvous.SILENCE, rendezvous._GUIDING = float(sys.argv[1]), 0.2

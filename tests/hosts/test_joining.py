@@ -56,7 +56,7 @@ JOB = """
 import sys
 from dataclasses import replace
 from shardwise.elastic import membership, rendezvous, restarts
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.hosts import Nodes
 
 rendezvous._GUIDING, membership.LAST_CALL = 0.2, 0.2

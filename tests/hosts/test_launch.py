@@ -42,7 +42,7 @@ run_rank(find_world(), body)
 JOB = """
 import sys
 from shardwise.elastic import membership, rendezvous, restarts
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.hosts import Nodes
 
 rendezvous.SILENCE, membership.STOP_GRACE = 4.0, 1.0

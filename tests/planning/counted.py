@@ -28,7 +28,6 @@ from shardwise.diloco.api import DiLoCo
 from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.pretrained.precision import keeping_float32
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Start
@@ -38,6 +37,7 @@ from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.training import DilocoConfig
 from shardwise.optim.norms import clip_grad_norm_
+from shardwise.pretrained.precision import keeping_float32
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
 from tests.corpus.instruments import run

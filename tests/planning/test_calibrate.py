@@ -24,7 +24,7 @@ from shardwise.insight.planning.calibrate import (
 from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, op_seconds
 from shardwise.insight.planning.events import Op, StepPhase
 from shardwise.insight.planning.machine import DEVICES, LINKS, Execution, MachineError, SharedBy
-from shardwise.insight.timeline import recorded
+from shardwise.timeline import recorded
 
 ALONE = dict.fromkeys((*CALLS, *WORK), 1e-9) | {"product.float32": 1e-11}
 PAIR = {unit: 2 * cost for unit, cost in ALONE.items()} | {

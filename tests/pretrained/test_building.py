@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained import build, fill
+from shardwise.pretrained import build, fill
 from tests.pretrained.small import save_llama
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained import LoadReport, build, fill, filling
+from shardwise.pretrained import LoadReport, build, fill, filling
 from tests.harness import run_ranks
 from tests.pretrained.families import save_family
 from tests.pretrained.small import assert_same, full_tensors, save_llama

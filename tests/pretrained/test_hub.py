@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 PROGRAM = """
 import sys
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained import build, fill
+from shardwise.pretrained import build, fill
 model = build("local/tiny")
 print(fill(model, "local/tiny"), type(model).__name__, model.config.name_or_path)
 for name in sys.argv[1:]:

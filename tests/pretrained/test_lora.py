@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained.building import build
-from shardwise.frontends.pretrained.lora import add_adapters
-from shardwise.frontends.pretrained.merging import merge_lora
+from shardwise.pretrained.building import build
+from shardwise.pretrained.lora import add_adapters
+from shardwise.pretrained.merging import merge_lora
 from tests.ecosystem.llama import full, loss_of, tiny_llama, tokens
 from tests.harness import run_ranks
 from tests.pretrained.test_merging import with_experts

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_lora
+from shardwise.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_lora
 from tests.cli.shell import call
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")

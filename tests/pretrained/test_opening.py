@@ -16,8 +16,8 @@ import torch
 import shardwise
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base.errors import CheckpointError
-from shardwise.frontends.pretrained import build, opening
 from shardwise.insight.planning.presets import ModelError, find_settings
+from shardwise.pretrained import build, opening
 from tests.pretrained.small import save_llama
 from tests.programs import shell_environment, start_program
 
@@ -36,15 +36,15 @@ LOADERS = {"from_pretrained", "from_config", "_from_config", "from_dict"} | {
 }
 #: All calls of them that there are, with what keeps code from running.
 CALLS = {
-    ("frontends/pretrained/opening.py", "AutoTokenizer.from_pretrained", "trust_remote_code=False"),
-    ("frontends/pretrained/opening.py", "AutoConfig.for_model", ""),
-    ("frontends/pretrained/opening.py", "family.from_config", "trust_remote_code=False"),
-    ("frontends/pretrained/opening.py", "made.from_dict", ""),
-    ("frontends/pretrained/opening.py", "GenerationConfig.from_dict", ""),
-    ("frontends/pretrained/opening.py", "PeftConfig.from_peft_type", ""),
-    ("frontends/pretrained/opening.py", "get_peft_model", ""),
-    ("frontends/pretrained/hf.py", "model_class._from_config", ""),
-    ("frontends/pretrained/hf.py", "model_class.from_config", "trust_remote_code=False"),
+    ("pretrained/opening.py", "AutoTokenizer.from_pretrained", "trust_remote_code=False"),
+    ("pretrained/opening.py", "AutoConfig.for_model", ""),
+    ("pretrained/opening.py", "family.from_config", "trust_remote_code=False"),
+    ("pretrained/opening.py", "made.from_dict", ""),
+    ("pretrained/opening.py", "GenerationConfig.from_dict", ""),
+    ("pretrained/opening.py", "PeftConfig.from_peft_type", ""),
+    ("pretrained/opening.py", "get_peft_model", ""),
+    ("pretrained/hf.py", "model_class._from_config", ""),
+    ("pretrained/hf.py", "model_class.from_config", "trust_remote_code=False"),
 }
 
 
@@ -163,7 +163,7 @@ def _yes() -> Any:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_hostile_folder_is_one_line_and_runs_no_code(folder: Path, damage: str) -> None:
     from shardwise.app.recipes.text.generate import Request, generate
-    from shardwise.elastic.errors import UserError
+    from shardwise.base.errors import UserError
 
     make, message = DAMAGES[damage]
     make(folder)
@@ -219,7 +219,7 @@ def test_adapters_that_would_load_more_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
-    from shardwise.frontends.pretrained.merging import merge_lora
+    from shardwise.pretrained.merging import merge_lora
 
     base = tmp_path / "base"
     save_llama(base)
@@ -282,7 +282,7 @@ def test_a_library_that_does_not_come_back_is_ended_with_its_process(
     tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [double] * 40}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     program = (
-        "from shardwise.frontends.pretrained import opening\n"
+        "from shardwise.pretrained import opening\n"
         "from shardwise.app.recipes.text.generate import Request, generate\n"
         "opening.LIMIT, opening._GRACE = 20.0, 0.0\n"
         "t = opening.tokenizer\n"

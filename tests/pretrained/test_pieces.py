@@ -15,7 +15,7 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.hf import HfSource
 from shardwise.checkpoint.formats.source import ReadWindow
-from shardwise.frontends.pretrained.pieced import Pieced
+from shardwise.pretrained.pieced import Pieced
 
 SHAPE = (4, 6, 8)
 

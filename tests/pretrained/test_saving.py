@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import shardwise
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorInfo
-from shardwise.frontends.pretrained.api import _planned
+from shardwise.pretrained.api import _planned
 from tests.harness import run_ranks
 from tests.pretrained.small import LLAMA, assert_same, full_tensors
 

@@ -20,7 +20,7 @@ from shardwise.app.recipes.core.installed import check_extras, require_installed
 from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID, World
 from shardwise.insight.schema.option import OptionError, option_names
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig

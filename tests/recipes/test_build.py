@@ -16,7 +16,7 @@ from shardwise.app.recipes.core.build import (
     make_sgd,
     set_lr,
 )
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.training import (
     OptimizerConfig,
     OptimizerName,

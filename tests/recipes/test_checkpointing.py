@@ -21,11 +21,10 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.base.errors import lost_peer_behind
+from shardwise.base.errors import UserError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.insight.schema.option import OptionError

@@ -17,8 +17,8 @@ from shardwise.app.recipes.core.rundir import REPLICAS, RunDir
 from shardwise.app.recipes.text.config import (
     LmConfig,
 )
+from shardwise.base.errors import UserError
 from shardwise.checkpoint.disk.commit import partial_of, step_folder
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.presets import LLAMAS, longest_sequence

@@ -21,7 +21,7 @@ from shardwise.app.recipes.text.data import (
     load_text,
     load_vocabulary,
 )
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 
 

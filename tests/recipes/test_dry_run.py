@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.plan import describe, plan_training
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import bytes_needed

@@ -89,7 +89,7 @@ def test_a_run_streams_from_the_hub_and_goes_on_exactly_over_another_world(
 
 FAULTS = """
 import json, sys, time
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 
 pauses, sleep = [], time.sleep
 

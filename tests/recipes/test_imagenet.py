@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.files import find_images
 from shardwise.app.recipes.vision.task import Augment, FolderImages, center_box, random_box
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName

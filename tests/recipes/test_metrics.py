@@ -20,8 +20,8 @@ from shardwise.app.recipes.core.journal import (
     read_metrics,
 )
 from shardwise.app.recipes.core.progress import Bar, Display, Lines, brief, make_display
+from shardwise.base.errors import UserError
 from shardwise.base.units import printable
-from shardwise.elastic.errors import UserError
 
 STEP = StepMetrics(
     step=12,

@@ -20,7 +20,7 @@ from shardwise.app.recipes.core.plan import (
 )
 from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.base import devices
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig

@@ -73,7 +73,7 @@ def test_a_rank_imports_only_what_its_training_uses() -> None:
     others = {
         *("app.recipes.text.conversations", "app.recipes.text.streams"),
         *("app.recipes.text.chat", "app.recipes.text.documents"),
-        *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
+        *("app.recipes.text.generate", "checkpoint.formats.dcp", "pretrained.building"),
         *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
     }
     others = {"peft", *(f"shardwise.{name}" for name in others)}

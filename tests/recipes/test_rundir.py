@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.recipes.core.rundir import RunDir, check_same, write_text
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, OutputConfig
 

@@ -20,7 +20,7 @@ from shardwise.app.recipes.core.journal import (
     read_metrics,
 )
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
 from tests.recipes.running import train

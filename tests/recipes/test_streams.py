@@ -29,8 +29,7 @@ from shardwise.app.recipes.text.streams import (
     StreamPart,
     streams_for,
 )
-from shardwise.base.errors import CheckpointError
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from tests.recipes.corpora import (

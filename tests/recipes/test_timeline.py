@@ -21,7 +21,7 @@ from shardwise.base.observe import Activity, is_observed
 from shardwise.insight import step
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import steps_to_record
-from shardwise.insight.timeline import recording
+from shardwise.timeline import recording
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 from tests.timeline.test_trace import PREDICTION as PREDICTED

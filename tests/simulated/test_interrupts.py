@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise._torch import threads
 from shardwise.base import observe
-from shardwise.insight.simulated import api, turns, world
+from shardwise.simulated import api, turns, world
 from shardwise.transport import carrier
 from tests.interrupts import at_every_line
 

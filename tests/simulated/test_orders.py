@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.insight.simulated.schedules import Exhaustive, Random, Schedule
+from shardwise.schedules import Exhaustive, Random, Schedule
 from tests.corpus.gathering import join
 from tests.corpus.models import MODELS
 from tests.corpus.oracle import Case, History, assert_same_history, sharded_trainings

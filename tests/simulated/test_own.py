@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.base import observe
-from shardwise.insight.timeline import record
+from shardwise.timeline import record
 
 
 def _draw_again() -> None:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.base.errors import PeerLostError, RanksDivergedError, ShardwiseError
-from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Random
-from shardwise.insight.timeline import record
+from shardwise.schedules import Exhaustive, FixedOrder, Random
+from shardwise.timeline import record
 
 
 def _build() -> nn.Module:
@@ -173,7 +173,7 @@ def test_a_failure_names_its_rank_and_what_the_others_were_about_to_do() -> None
     assert "rank 2 waits in all-reduce SUM, collective number 1" in note
     # Behind the line that called simulate(), and those of simulate(), the user's come first.
     frames = traceback.extract_tb(failure.value.__traceback__)
-    ours = ("shardwise/insight/simulated", "shardwise/_torch/threads.py")
+    ours = ("shardwise/simulated", "shardwise/_torch/threads.py")
     behind = [each.name for each in frames if not any(part in each.filename for part in ours)]
     assert behind[1] == "_fails_on_one"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.base.observe import Activity
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import RankTimeline, Step
+from shardwise.timeline.rank import RankTimeline, Step
 
 
 def span(activity: Activity, begin: float, end: float | None, name: str = "layers.0") -> Span:

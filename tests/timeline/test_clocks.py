@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.insight.timeline.meeting import (
+from shardwise.timeline.meeting import (
     ClockReport,
     Reading,
     SharedClock,

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity
-from shardwise.insight.timeline.recorder import DeviceClock, Recorder
+from shardwise.timeline.recorder import DeviceClock, Recorder
 
 
 class Modeled:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.insight.timeline.meeting import Meeting, Turns, waiting_for
+from shardwise.timeline.meeting import Meeting, Turns, waiting_for
 from shardwise.transport.peers import Peers
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from shardwise.base.observe import Activity, Memory
-from shardwise.insight.timeline import Timeline, write
-from shardwise.insight.timeline.page import MOST_RANKS, MOST_SPANS, page
-from shardwise.insight.timeline.rank import MemoryChange, Step
+from shardwise.timeline import Timeline, write
+from shardwise.timeline.page import MOST_RANKS, MOST_SPANS, page
+from shardwise.timeline.rank import MemoryChange, Step
 from tests import chromium
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION

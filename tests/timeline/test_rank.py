@@ -15,10 +15,10 @@ from shardwise.base import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity, Memory
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.page import page, trace
-from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
-from shardwise.insight.timeline.recording import SPANS_OF_RANK, read, write
-from shardwise.insight.timeline.steps import Timeline, together
+from shardwise.timeline.page import page, trace
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
+from shardwise.timeline.recording import SPANS_OF_RANK, read, write
+from shardwise.timeline.steps import Timeline, together
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 

@@ -11,9 +11,9 @@ from shardwise.base.observe import Activity
 from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.events import Event, Log, Mark, Op, Span, Start, StepPhase, Wait
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.timeline import recorded as module
-from shardwise.insight.timeline.rank import RankTimeline, Step
-from shardwise.insight.timeline.recorded import (
+from shardwise.timeline import recorded as module
+from shardwise.timeline.rank import RankTimeline, Step
+from shardwise.timeline.recorded import (
     SmallTraining,
     costs_on_device,
     equations,

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
-from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recorder import Recorder
+from shardwise.timeline.rank import RankTimeline
+from shardwise.timeline.recorder import Recorder
 
 _WIRE = Route("gloo", "dp", 2, (0, 1))
 

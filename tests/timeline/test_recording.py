@@ -23,9 +23,9 @@ from shardwise import fully_shard, timeline
 from shardwise.app.recipes.core.loop import TimelineOfRun
 from shardwise.base.errors import CheckpointError, PeerLostError
 from shardwise.base.observe import Activity, Memory, is_observed
-from shardwise.insight.timeline.rank import COLLECTIVES
-from shardwise.insight.timeline.recorder import Recorder
-from shardwise.insight.timeline.steps import Part
+from shardwise.timeline.rank import COLLECTIVES
+from shardwise.timeline.recorder import Recorder
+from shardwise.timeline.steps import Part
 from tests.timeline.test_trace import check_format
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
@@ -226,7 +226,7 @@ def _come_without_rank_0(rank: int, world_size: int, folder: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise.insight.timeline.recording").addHandler(handler)
+    logging.getLogger("shardwise.timeline.recording").addHandler(handler)
     if rank == 0:
         dist.barrier()  # until the other has lost patience and has been recorded
     with timeline.record(folder, patience=0.5) as recording:

@@ -6,8 +6,8 @@ import pytest
 
 from shardwise.base.observe import Activity
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import Step
-from shardwise.insight.timeline.steps import Part, StepOfRank, StepWait, Timeline
+from shardwise.timeline.rank import Step
+from shardwise.timeline.steps import Part, StepOfRank, StepWait, Timeline
 from tests.timeline.ranks import collective, rank, span, wait
 
 

@@ -11,9 +11,9 @@ import pytest
 from shardwise.base.observe import Activity, Memory
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.page import nested, trace
-from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
-from shardwise.insight.timeline.steps import Timeline
+from shardwise.timeline.page import nested, trace
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
+from shardwise.timeline.steps import Timeline
 from tests.timeline.ranks import collective, rank, span, wait
 
 PREDICTION = StepTime(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import RanksDivergedError
-from shardwise.insight.simulated.group import Channel, SimulatedGroup
-from shardwise.insight.simulated.world import SimulatedTransport
+from shardwise.simulated.group import Channel, SimulatedGroup
+from shardwise.simulated.world import SimulatedTransport
 from shardwise.transport.base import Call, Kind, Work
 from shardwise.transport.memory import HeapBuffers
 

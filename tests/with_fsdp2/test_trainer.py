@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardwise
-from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
+from shardwise.pretrained.trainer import TrainerCheckpoints
 from tests.harness import run_ranks
 from tests.pretrained.small import save_llama
 

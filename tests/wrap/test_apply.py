@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.frontends.wrap import (
+from shardwise.wrap import (
     CustomPolicy,
     always_wrap_policy,
     apply_to,

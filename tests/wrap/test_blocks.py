@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.frontends.wrap import chosen_modules, repeated_blocks
+from shardwise.wrap import chosen_modules, repeated_blocks
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,

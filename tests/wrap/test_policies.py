@@ -10,7 +10,7 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 
 import shardwise
-from shardwise.frontends.wrap import (
+from shardwise.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import dataclasses
 import enum
 import inspect
 import math
@@ -35,11 +36,13 @@ _WORDS = {
     "float": "a number",
     "PathLike": "a path",
     "Module": "an nn.Module",
-    "dtype": "a torch.dtype, such as torch.bfloat16",
+    "dtype": "a torch.dtype (such as torch.bfloat16)",
     "device": "a torch.device",
+    "DeviceMesh": "a DeviceMesh (such as shardwise.init_mesh(dp=2))",
     "Callable": "a function",
     "Mapping": "a dict",
 }
+_COLLECTIONS = {"Sequence": "list or tuple", "set": "set"}
 _FREE = (bool, object, Any)  # anything has a truth value
 _LOOKED_AT = 16  # items of a list, which may have thousands
 _SHOWN = (str, bytes, int, float, os.PathLike, enum.Enum, types.NoneType)
@@ -48,7 +51,8 @@ _SHOWN = (str, bytes, int, float, os.PathLike, enum.Enum, types.NoneType)
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Check the types of arguments, before anything has changed.
 
-    Annotations say what is expected. What they cannot say at run time, and truth values, pass.
+    Annotations say what is expected, also of the fields of torch's own dataclasses, which check
+    nothing. What they cannot say at run time, and truth values, pass.
 
     Args:
         function: what was called; or a dataclass, for its fields.
@@ -61,6 +65,10 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> N
         several = given[name[2:]] if name.startswith("**") else {name: given[name]}
         for each, value in several.items():
             _check(each, value, expected)
+            kind = type(value)
+            if dataclasses.is_dataclass(kind) and kind.__module__.startswith("torch."):
+                for field, wanted in _expected(kind).items():
+                    _check(f"{each}.{field}", getattr(value, field), wanted)
 
 
 def check_seconds(name: str, value: float) -> None:
@@ -95,7 +103,7 @@ def _check(name: str, value: Any, expected: Any) -> None:
 def _shown(value: Any) -> str:
     if isinstance(value, _SHOWN):
         return repr(value)[:80]
-    items = value[:_LOOKED_AT] if isinstance(value, list | tuple) else ()
+    items = islice(value, _LOOKED_AT) if isinstance(value, list | tuple | set) else ()
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in items))
     return f"{_a(type(value).__name__)}{kinds and f' of {kinds}'}"
 
@@ -166,9 +174,9 @@ def _in_words(expected: Any) -> str:
     name = getattr(kind, "__name__", str(kind))
     if name in _WORDS:
         return _WORDS[name]
-    if name in ("list", "Iterable", "Collection", "Sequence"):
+    if name in ("list", "set", "Iterable", "Collection", "Sequence"):
         each = f", each {_in_words(parts[0])}" if parts and parts[0] is not Any else ""
-        return f"a {'list or tuple' if name == 'Sequence' else 'list'}{each}"
+        return f"a {_COLLECTIONS.get(name, 'list')}{each}"
     return _a(name)
 
 

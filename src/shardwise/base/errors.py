@@ -10,10 +10,13 @@
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
 as it does in torch; the classes above are for what goes wrong while a correct program runs. Where
-torch raises ``AssertionError`` for wrong use, a :class:`MisuseError` is both.
+torch raises ``AssertionError`` for wrong use, a :class:`MisuseError` is both. A command shows a
+:class:`UserError` to its user.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class NotPossibleError(ValueError):
@@ -97,3 +100,20 @@ class CheckpointError(ShardwiseError):
 
 class MisuseError(ValueError, AssertionError):
     """Wrong use for which torch's ``fully_shard`` raises ``AssertionError``."""
+
+
+class UserError(Exception):
+    """An error that the user can fix, shown as one line without a traceback.
+
+    Attributes:
+        exit_code: the exit status of the command.
+        passing: whether the same command may succeed later, so that ``--max-restarts`` applies.
+    """
+
+    exit_code = 2
+    passing = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray hands it to the program that started the job. Classes of errors take what they
+        # describe; only the text is in ``args``.
+        return BaseException.__new__, (type(self), *self.args), self.__dict__

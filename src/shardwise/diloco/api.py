@@ -42,10 +42,10 @@ from shardwise.diloco.settings import (
     keeps_errors,
 )
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.wrap import repeated_blocks
 from shardwise.optim.around import AroundOptimizer
 from shardwise.sharding.mesh import mark_separate, unaveraged_dims
 from shardwise.transport.all_to_all import AllToAll
+from shardwise.wrap import repeated_blocks
 
 
 class DiLoCo(AroundOptimizer):

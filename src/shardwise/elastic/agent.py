@@ -38,8 +38,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from shardwise.base import plain
+from shardwise.base.errors import UserError
+from shardwise.base.say import say
 from shardwise.elastic.clock import Timers, process_clock
-from shardwise.elastic.errors import UserError, say, signal_name
+from shardwise.elastic.errors import signal_name
 from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards

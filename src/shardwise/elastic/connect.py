@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from shardwise.elastic.errors import MovedOn, Parted, UserError
+from shardwise.base.errors import UserError
+from shardwise.elastic.errors import MovedOn, Parted
 from shardwise.elastic.world import World
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" if its agent serves the store

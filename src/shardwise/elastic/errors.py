@@ -1,28 +1,9 @@
-"""Errors of a command, and the lines that it writes for its user."""
+"""How a rank or a run ends that was asked to stop."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 from typing import Any
-
-
-class UserError(Exception):
-    """An error that the user can fix, shown as one line without a traceback.
-
-    Attributes:
-        exit_code: the exit status of the command.
-        passing: whether the same command may succeed later, so that ``--max-restarts`` applies.
-    """
-
-    exit_code = 2
-    passing = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ray hands it to the program that started the job. Classes of errors take what they
-        # describe; only the text is in ``args``.
-        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 class Stopped(BaseException):
@@ -69,9 +50,3 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-def say(text: str) -> None:
-    """Write a line to standard error, unless its reader is gone."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.base.errors import UserError
 from shardwise.base.units import counted
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.network import format_endpoint, parse_endpoint
 from shardwise.elastic.world import launched_here
 

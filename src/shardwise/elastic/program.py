@@ -26,7 +26,8 @@ from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.base.errors import UserError
+from shardwise.elastic.errors import Stopped, signal_name
 from shardwise.elastic.rank import (
     STOP_SIGNALS,
     die_with_parent,

@@ -33,9 +33,9 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.base import plain
-from shardwise.base.errors import OffloadError, lost_peer_behind
+from shardwise.base.errors import OffloadError, UserError, lost_peer_behind
 from shardwise.elastic import starting
-from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, STAYS, World, find_world, launched_here
 
 # The disk is full or read-only: a traceback would not help.

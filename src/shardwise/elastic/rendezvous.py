@@ -48,9 +48,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
+from shardwise.base.errors import UserError
+from shardwise.base.say import say
 from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
-from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.membership import (
     Host,

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
+from shardwise.base.say import say
 from shardwise.elastic.agent import POLL, Agent, LocalRank, Signals, agents_environment, how_failed
 from shardwise.elastic.clock import process_clock
-from shardwise.elastic.errors import say
 from shardwise.elastic.hosts import HERE, Command
 from shardwise.elastic.membership import Next, Verdict
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result

@@ -14,7 +14,8 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.base.arguments import check_arguments
-from shardwise.elastic.errors import Stopped, say, signal_name
+from shardwise.base.say import say
+from shardwise.elastic.errors import Stopped, signal_name
 from shardwise.elastic.rank import STOP_SIGNALS, StopSignals
 from shardwise.elastic.world import launched_here
 

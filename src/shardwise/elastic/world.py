@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base import plain
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 
 # Set by our launcher for its children, in addition to torch's variables.
 PARENT_PID = "SHARDWISE_PARENT_PID"  # the process that must outlive the rank

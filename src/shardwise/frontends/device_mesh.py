@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 
 import torch.distributed as dist
 from torch import nn
@@ -41,8 +42,7 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
         RanksDivergedError: another rank makes another mesh.
     """
     check_arguments(init_mesh, locals())
-    if not dist.is_initialized():
-        dist.init_process_group()
+    join_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
     if not sizes or any(size < 1 and size != -1 for size in sizes.values()):
@@ -65,6 +65,23 @@ def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
     return make_mesh(kind, shape, tuple(sizes))
 
 
+def join_world() -> None:
+    """Make the default process group, if there is none.
+
+    Raises:
+        ValueError: the environment describes no rank.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "environment: found no RANK, expected the variables of a rank. Start the program with "
+            "shardwise run --nproc 2 FILE, or torchrun --nproc-per-node 2 FILE, in place of "
+            "python FILE; or call it by shardwise.launch or shardwise.simulate"
+        )
+    dist.init_process_group()
+
+
 def make_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None
 ) -> DeviceMesh:
@@ -80,8 +97,7 @@ def make_mesh(
         PeerLostError: a rank died, or did not arrive in time.
         RanksDivergedError: another rank makes another mesh.
     """
-    if not dist.is_initialized():
-        dist.init_process_group()
+    join_world()
     try:
         devices.check_type(device_type)
     except ValueError as error:
@@ -95,8 +111,7 @@ def make_mesh(
 
 def default_mesh() -> DeviceMesh:
     """Make a 1-D mesh over all ranks, on the accelerator if there is one, else on CPUs."""
-    if not dist.is_initialized():
-        dist.init_process_group()
+    join_world()
     return make_mesh(devices.default_type(), (dist.get_world_size(),))
 
 

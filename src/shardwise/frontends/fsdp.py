@@ -50,11 +50,11 @@ from shardwise.frontends.unit import (
     cast_buffers,
     materialize_unit,
 )
-from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, gather_in_order, state_of, states_of
 from shardwise.transport.wire import Wire
+from shardwise.wrap import Policy
 
 
 class FullyShardedDataParallel(OptimSavingModule):
@@ -126,6 +126,11 @@ class FullyShardedDataParallel(OptimSavingModule):
         wire: Wire | Mapping[str, Wire] | None = None,
     ) -> None:
         check_arguments(FullyShardedDataParallel.__init__, locals())
+        if isinstance(backward_prefetch, str):
+            raise TypeError(
+                f"backward_prefetch: found {backward_prefetch!r}, expected a BackwardPrefetch or "
+                "None; import it from shardwise"
+            )
         given = dict(locals())  # arguments by name, as the tables below list them
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         mesh = find_mesh(Strategy.of(strategy), process_group, device_mesh, device_id)

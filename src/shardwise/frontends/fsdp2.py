@@ -134,7 +134,6 @@ def fully_shard(
     # Check everything first, then make the new objects, then change the modules.
     check_arguments(fully_shard, locals())
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
-    _check_mp_policy(mp_policy)
     if order not in ("same", "own"):
         raise ValueError(f"order: expected 'same' or 'own', found {order!r}")
     classes = ", ".join(type(top).__name__ for top in tops)
@@ -232,13 +231,6 @@ def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
         fsdp.check_composable(top, "fully_shard")
         fsdp_class_of(type(top))
     return tops
-
-
-def _check_mp_policy(policy: object) -> None:
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__} {policy!r}"
-        )
 
 
 def _check_reshard_after_forward(

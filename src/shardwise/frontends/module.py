@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
 from shardwise.base import devices
@@ -218,6 +219,35 @@ class FSDPModule(_Sharded):
                         fulls.setdefault(param.owners[0].registered, []).append(param.full)
         return iter(dict.fromkeys(each for one in found for each in fulls.get(one, [one])))
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of shards, as in torch, with an error that says what full ones need.
+
+        Args:
+            state_dict: tensors by name: a ``DTensor`` for each sharded parameter.
+            args: ``strict`` and ``assign``, as in torch.
+            kwargs: the same by name.
+
+        Returns:
+            The names that the model or the state dict lacks.
+
+        Raises:
+            RuntimeError: names or shapes differ, or tensors are full where parameters are sharded.
+        """
+        try:
+            return super(TorchFSDPModule, self).load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            for name, param in self.named_parameters():
+                found = state_dict.get(name, param)
+                if isinstance(param, DTensor) and type(found) in (torch.Tensor, nn.Parameter):
+                    raise RuntimeError(
+                        f"{name} on rank {dist.get_rank()}: found a full tensor of shape "
+                        f"{tuple(found.shape)}, expected a DTensor with placements "
+                        f"{param.placements}. Load a full state dict with set_model_state_dict of "
+                        "torch.distributed.checkpoint.state_dict, and "
+                        "options=StateDictOptions(full_state_dict=True)"
+                    ) from error
+            raise
+
     # -- parameters ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -328,6 +358,7 @@ class FSDPModule(_Sharded):
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
         """
+        check_arguments(FSDPModule.set_modules_to_forward_prefetch, locals())
         require_state(self).forward_prefetch = [require_state(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
@@ -339,6 +370,7 @@ class FSDPModule(_Sharded):
         Raises:
             ValueError: one of ``modules`` is not sharded by Shardwise.
         """
+        check_arguments(FSDPModule.set_modules_to_backward_prefetch, locals())
         require_state(self).backward_prefetch = [require_state(module) for module in modules]
 
     # -- gradients -----------------------------------------------------------------------------
@@ -453,6 +485,7 @@ class FSDPModule(_Sharded):
         Raises:
             ValueError: ``factor`` is not positive.
         """
+        check_arguments(FSDPModule.set_gradient_divide_factor, locals())
         if factor is not None and not factor > 0:
             raise ValueError(f"gradient divide factor: expected a positive number, found {factor}")
         for group in groups_of(self, recurse=False):
@@ -501,6 +534,7 @@ class FSDPModule(_Sharded):
                 ``comm(output_tensor, input_tensor, group, async_op)``. It returns a work to wait
                 for, or ``None`` if it is done.
         """
+        check_arguments(FSDPModule.set_custom_all_gather, locals())
         for group in groups_of(self, recurse=False):
             if group.mesh.shards:
                 group.change_mesh(group.mesh.with_all_gather(comm))
@@ -514,6 +548,7 @@ class FSDPModule(_Sharded):
             comm: as for :meth:`set_custom_all_gather`, called as
                 ``comm(output_tensor, input_tensor, group, op, async_op)``.
         """
+        check_arguments(FSDPModule.set_custom_reduce_scatter, locals())
         for group in groups_of(self, recurse=False):
             if group.mesh.shards:
                 group.change_mesh(group.mesh.with_reduce_scatter(comm))
@@ -549,6 +584,7 @@ class FSDPModule(_Sharded):
         Raises:
             ValueError: a ``stream`` on a 2-D mesh.
         """
+        check_arguments(FSDPModule.set_all_reduce_hook, locals())
         groups = list(groups_of(self, recurse=False))
         if stream is not None and any(group.mesh.replicate is not None for group in groups):
             raise ValueError("set_all_reduce_hook: a 2-D mesh takes no stream")
@@ -565,6 +601,7 @@ class FSDPModule(_Sharded):
         Args:
             event: recorded after the optimizer step, on its stream.
         """
+        check_arguments(FSDPModule.set_post_optim_event, locals())
         require_state(self).root.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from shardwise.base import devices
 from shardwise.base.errors import MisuseError
-from shardwise.frontends.device_mesh import check_member
+from shardwise.frontends.device_mesh import check_member, join_world
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.wire import Wire
@@ -212,8 +212,7 @@ def _mesh_of_two(
 
 
 def _over_all_ranks(strategy: Strategy, device_type: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
+    join_world()
     world_size = dist.get_world_size()
     hosts = world_size // _ranks_of_a_host(world_size) if strategy.is_hybrid else None
     plan = resolve(strategy, world_size, replicas=hosts)

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import c10d, fsdp
 from shardwise.frontends.fsdp2 import managed_modules
 from shardwise.frontends.state_dict import WrapperModule
-from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.param import form_of
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import state_of
 from shardwise.transport.buckets import as_sendable
 from shardwise.transport.peers import Peers
+from shardwise.wrap import Policy, apply_to, chosen_modules
 
 #: Called with a module, to move its own tensors to a device and initialize them.
 ParamInit = Callable[[nn.Module], object]

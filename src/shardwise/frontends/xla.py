@@ -18,9 +18,9 @@ from shardwise.frontends.fsdp import FullyShardedDataParallel
 from shardwise.frontends.settings import UnitSettings, WithoutEffect, find_mesh, warn_without_effect
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit
-from shardwise.frontends.wrap import Policy
 from shardwise.transport.peers import new_group
 from shardwise.transport.wire import Wire
+from shardwise.wrap import Policy
 
 _COMPILED = "only matters to the XLA compiler, which is not used here"
 _PACKED = "the transport decides how to pack tensors into messages"

@@ -23,7 +23,18 @@ class Precision:
 
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy) -> Precision:
-        """Those of a policy, for parameters of which it says nothing else."""
+        """Those of a policy, for parameters of which it says nothing else.
+
+        Raises:
+            ValueError: one of them is no dtype of floating-point numbers.
+        """
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(policy, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(
+                    f"mp_policy.{name}: found {dtype}, expected a dtype of floating-point numbers, "
+                    "such as torch.bfloat16"
+                )
         return cls(fsdp.without_override(policy))
 
     def for_parameter(

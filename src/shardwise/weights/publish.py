@@ -16,7 +16,7 @@ from shardwise.checkpoint.disk.files import Closing
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import SavedModel, saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
+from shardwise.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
 from shardwise.weights.memory import MemoryVersions
 from shardwise.weights.version import quoted

@@ -23,11 +23,10 @@ from shardwise.app.recipes.text.published import (
     parse_lora,
 )
 from shardwise.base import devices
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError

@@ -23,7 +23,7 @@ from shardwise.app.recipes.text.conversations import (
     target_loss,
 )
 from shardwise.app.recipes.text.data import Tokenizer
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines

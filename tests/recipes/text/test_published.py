@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.app.recipes.text.config import FOR_PRETRAINED, LmConfig
 from shardwise.app.recipes.text.published import find_pretrained
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from tests.recipes.running import train_here, warning_in

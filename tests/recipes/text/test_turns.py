@@ -16,7 +16,7 @@ from shardwise.app.recipes.text.chat import (
     MaskedTokens,
 )
 from shardwise.app.recipes.text.data import Tokenizer
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, MARKED, PLAIN, make_tokenizer
 

@@ -36,10 +36,9 @@ from shardwise.app.cli.options import (
     read_size,
 )
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.ordering import nan_last
 from shardwise.base.units import brief_size, counted, printable, show
-from shardwise.elastic.errors import UserError
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:
@@ -275,7 +274,7 @@ def merge_lora(
     transformers loads the result alone: weights, config.json and tokenizer.
     """
     check_extras(["peft", "transformers"])
-    from shardwise.frontends.pretrained.merging import merge_lora as run
+    from shardwise.pretrained.merging import merge_lora as run
 
     adapters = existing(src) / "adapters"
     if not adapters.is_dir():

@@ -29,8 +29,8 @@ import typer
 
 from shardwise.app.cli.options import Options, Setting, brief
 from shardwise.app.recipes.core.installed import require_installed
+from shardwise.base.errors import UserError
 from shardwise.base.units import one_line, printable
-from shardwise.elastic.errors import UserError
 
 _MAX_BYTES = 1 << 20  # of a file of options
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from shardwise.app.cli.options import Integer, NameArgument, Number
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
 from shardwise.insight.schema.training import check_nproc
 

@@ -23,8 +23,8 @@ from shardwise.app.cli.options import (
     read_name,
 )
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.base.errors import UserError
 from shardwise.base.units import brief_size, printable
-from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS, find_settings
 from shardwise.insight.schema.option import OptionError, flatten, naming, require

@@ -15,8 +15,8 @@ import typer
 
 from shardwise import __version__
 from shardwise.app.cli.options import UsageError, describe, help_if_alone
+from shardwise.base.errors import UserError
 from shardwise.base.units import printable
-from shardwise.elastic.errors import UserError
 
 _LONGEST = 2000  # characters of a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

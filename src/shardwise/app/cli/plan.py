@@ -27,9 +27,8 @@ from shardwise.app.cli.options import (
     with_options,
 )
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.base.errors import NotPossibleError
+from shardwise.base.errors import NotPossibleError, UserError
 from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError
@@ -279,7 +278,7 @@ def calibrate(out: Out = None) -> None:
     """
     from shardwise.insight.inspect.text import Cells
     from shardwise.insight.planning.calibrate import cache_file, check_writable
-    from shardwise.insight.timeline.recorded import measure_machine
+    from shardwise.timeline.recorded import measure_machine
 
     check_extras(["transformers"])
     console, began = Console(), time.monotonic()

@@ -14,7 +14,7 @@ import typer
 from shardwise.app.cli.options import Options, with_options
 from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.elastic.errors import say
+from shardwise.base.say import say
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import most_ranks
 from shardwise.frontends.strategies import DATA, WantedMesh

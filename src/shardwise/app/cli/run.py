@@ -20,9 +20,10 @@ from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import locked
 from shardwise.app.recipes.rank import command_of
+from shardwise.base.errors import UserError
+from shardwise.base.say import say
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
-from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
 from shardwise.elastic.rank import importing, run_rank, run_worker
 from shardwise.elastic.restarts import run_job

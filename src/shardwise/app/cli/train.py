@@ -21,8 +21,8 @@ from shardwise.app.cli.options import (
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
+from shardwise.base.errors import UserError
 from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig

@@ -12,8 +12,8 @@ import typer
 
 from shardwise.app.cli.options import Html, Integer, Json, PathArgument
 from shardwise.app.runs.files import RunFiles
+from shardwise.base.errors import UserError
 from shardwise.base.units import brief_size, counted, printable, show
-from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError, require
 
 if TYPE_CHECKING:

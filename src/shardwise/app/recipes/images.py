@@ -44,10 +44,10 @@ from shardwise.app.recipes.vision.task import (
     vision_task,
 )
 from shardwise.checkpoint import load_weights
-from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.schema.training import OptimizerConfig, SgdConfig
+from shardwise.wrap import repeated_blocks
 
 
 def assemble(inputs: VisionInputs[ImageFolderConfig], place: TrainContext) -> Task:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from shardwise import FSDPModule
+from shardwise import FSDPModule, pretrained
 from shardwise.app.recipes.core.build import (
     compile_blocks,
     learning_rate,
@@ -36,10 +36,8 @@ from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import listed, printable
-from shardwise.elastic.errors import UserError
-from shardwise.frontends import pretrained
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig

@@ -19,7 +19,7 @@ from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 
 #: The pages that a run may have in its folder, each with a page.js.
-_FRAMED = ("shardwise.insight.inspect.page", "shardwise.insight.timeline.page")
+_FRAMED = ("shardwise.insight.inspect.page", "shardwise.timeline.page")
 
 
 class Updates(enum.Enum):

@@ -296,6 +296,9 @@ class ModelReport(Report):
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one HTML page that loads nothing else.
 
+        Args:
+            path: the file to write.
+
         Returns:
             The path.
 

@@ -256,7 +256,13 @@ class Report:
         return tuple(_remarks(self))
 
     def find(self, name: str) -> ParameterReport:
-        """The parameter that has this name or alias.
+        """Find a parameter.
+
+        Args:
+            name: its name or alias.
+
+        Returns:
+            What is known of it.
 
         Raises:
             KeyError: there is none.
@@ -267,9 +273,13 @@ class Report:
         raise KeyError(name)
 
     def matching(self, pattern: str | None) -> tuple[ParameterReport, ...]:
-        """The parameters whose name or alias matches ``pattern``; all of them for ``None``.
+        """Find parameters.
 
-        ``*`` stands for any characters.
+        Args:
+            pattern: of their names or aliases; ``*`` stands for any characters. ``None``: of all.
+
+        Returns:
+            What is known of each.
         """
         return tuple(
             each
@@ -286,6 +296,9 @@ class Report:
         Args:
             pattern: leave out parameters that do not match it; see :meth:`matching`. Totals and
                 remarks are those of the full model.
+
+        Returns:
+            Dicts, lists, strings, numbers and ``None``.
         """
         parameters = self.matching(pattern)
         tilings = list(dict.fromkeys(each.tiling for each in parameters))

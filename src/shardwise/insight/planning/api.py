@@ -83,6 +83,9 @@ class ModelPlan(Plan):
     def to_html(self, path: str | Path) -> Path:
         """Write the plan, and who holds what, as one HTML page that loads nothing else.
 
+        Args:
+            path: the file to write.
+
         Returns:
             The path.
 
@@ -131,7 +134,7 @@ def plan(
             ``step`` says.
 
     Returns:
-        The plan: ``print`` it, or see :class:`~shardwise.insight.planning.report.Plan`.
+        The plan: ``print`` it, or see :class:`~shardwise.Plan`.
 
     Raises:
         MeshError: the mesh does not fit the strategy or the model.

@@ -44,7 +44,7 @@ _MOST = 1 << 20  # bytes of the file
 _THROUGH_A_NETWORK = 1.5
 _FREE = 1e15  # bytes a second, where bytes cost the processor's time and nothing else
 
-#: Seconds by unit; see :func:`shardwise.insight.timeline.recorded.costs_of_ranks`.
+#: Seconds by unit; see :func:`shardwise.timeline.recorded.costs_of_ranks`.
 Costs = Mapping[str, float]
 
 

@@ -19,8 +19,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardwise.frontends.pretrained.opening import model_of
-from shardwise.frontends.wrap import matches, repeated_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.presets import (
     BYTE_VOCABULARY,
@@ -29,6 +27,8 @@ from shardwise.insight.planning.presets import (
     ModelError,
     find_settings,
 )
+from shardwise.pretrained.opening import model_of
+from shardwise.wrap import matches, repeated_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import CheckpointError, NotPossibleError
-from shardwise.frontends.pretrained.opening import ModelSettingsError, read_settings
+from shardwise.pretrained.opening import ModelSettingsError, read_settings
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
 SEPARATOR, BYTE_VOCABULARY = 256, 264

@@ -31,7 +31,6 @@ from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
-from shardwise.frontends.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.frontends.strategies import TENSOR, Runtime
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
@@ -51,6 +50,7 @@ from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.optim.step_in_backward import in_backward
+from shardwise.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.state import groups_of
@@ -105,7 +105,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         backend = devices.backend_of(named, torch.device(kind))
         stack.enter_context(simulated(backend, ranks_per_host=settings.on_host))
         if "transformers" in sys.modules:  # else the model is none of its
-            from shardwise.frontends.pretrained import hf
+            from shardwise.pretrained import hf
 
             stack.enter_context(hf.fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))

@@ -164,7 +164,11 @@ class Plan:
         return dict(sums)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
+        """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields.
+
+        Returns:
+            Dicts, lists, strings, numbers and ``None``.
+        """
         diloco = self.settings.diloco
         return {
             "version": JSON_VERSION,

@@ -19,8 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.base.arguments import check_arguments
-from shardwise.base.errors import NotPossibleError
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import NotPossibleError, UserError
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import Inputs
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import job_id
 from shardwise.insight.schema.option import OptionError, flatten, option_name
 from shardwise.insight.schema.training import Existing, OutputConfig

@@ -23,10 +23,9 @@ from shardwise import (
     optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
+from shardwise.base.errors import UserError
 from shardwise.base.places import folder_of_place
-from shardwise.elastic.errors import UserError
 from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
-from shardwise.frontends.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,
@@ -43,6 +42,7 @@ from shardwise.insight.schema.training import (
     rules_of,
 )
 from shardwise.optim.reductions import Reductions
+from shardwise.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardwise.app.recipes.core.position import Position
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.checkpoint.disk.commit import (
     damage,
     delete,
@@ -23,7 +23,6 @@ from shardwise.checkpoint.disk.commit import (
     steps,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.elastic.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -38,9 +38,9 @@ from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe, plain
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
-from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS, launched_here
 from shardwise.insight.schema.training import TrainConfig
@@ -49,7 +49,7 @@ from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
     from shardwise.insight.planning.clock import StepTime
-    from shardwise.insight.timeline import Recording
+    from shardwise.timeline import Recording
 
 
 RECENT = 20  # steps over which speed is averaged
@@ -455,7 +455,7 @@ class TimelineOfRun:
             yield
             return
         if self._recording is None:
-            from shardwise.insight.timeline import record  # few trainings need it
+            from shardwise.timeline import record  # few trainings need it
 
             recording = record(self.folder, prediction=self.prediction)
             try:

@@ -22,11 +22,10 @@ from rich.text import Text
 from shardwise.app.recipes.core.build import DTYPES, divided_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices, plain
+from shardwise.base.errors import UserError
 from shardwise.base.units import binary_size, counted
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World, environment
 from shardwise.frontends.blocks import store_in
-from shardwise.frontends.pretrained.precision import kept_in_float32
 from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan as layout_of
@@ -54,6 +53,7 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
 )
+from shardwise.pretrained.precision import kept_in_float32
 
 
 def plan_training(

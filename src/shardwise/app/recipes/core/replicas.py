@@ -33,12 +33,12 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.rundir import REPLICAS
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
+from shardwise.base.say import say
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo, Quorum
 from shardwise.diloco.coordinator import Event, EventKind, numbers_of
 from shardwise.diloco.membership import TIMEOUT
-from shardwise.elastic.errors import say
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.insight.schema.training import TrainConfig

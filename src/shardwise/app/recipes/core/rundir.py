@@ -24,7 +24,8 @@ from typing import Any
 
 from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import without_nan
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.say import say
 from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import (
     LockHandle,
@@ -35,7 +36,6 @@ from shardwise.checkpoint.disk.files import (
     replace_file,
 )
 from shardwise.checkpoint.disk.strict import Fields, parse
-from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.training import Existing, OutputConfig
 

@@ -15,7 +15,7 @@ from shardwise._torch import dtensor
 from shardwise.app.recipes.core.journal import MetricsFile
 from shardwise.app.runs.files import RunFiles
 from shardwise.base.arguments import check_arguments
-from shardwise.insight.timeline.recorder import check_step
+from shardwise.timeline.recorder import check_step
 
 _open: dict[Path, MetricsFile] = {}
 

@@ -35,10 +35,11 @@ from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.base import devices
+from shardwise.base.errors import UserError
 from shardwise.base.units import counted
 from shardwise.checkpoint.ranks.moving import Departure, transfer
 from shardwise.elastic.connect import connected
-from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
 from shardwise.insight.schema.option import OptionError, naming, option_names

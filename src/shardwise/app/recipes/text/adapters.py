@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType
 from transformers import PreTrainedModel
 
-from shardwise import FSDPModule
+from shardwise import FSDPModule, pretrained
 from shardwise.app.recipes.core.checkpointing import on_rank_zero
 from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.app.recipes.text.config import LmConfig
@@ -23,15 +23,14 @@ from shardwise.app.recipes.text.published import (
 from shardwise.base import devices
 from shardwise.base.units import brief_size, one_line
 from shardwise.checkpoint.disk.commit import delete
-from shardwise.frontends import pretrained
-from shardwise.frontends.pretrained.four_bits import store_in_four_bits
-from shardwise.frontends.pretrained.lora import (
+from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained.four_bits import store_in_four_bits
+from shardwise.pretrained.lora import (
     add_adapters,
     initialize_adapters,
     plain_names,
 )
-from shardwise.frontends.pretrained.merging import merge_lora
-from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained.merging import merge_lora
 from shardwise.transport.peers import Peers
 
 

@@ -39,12 +39,11 @@ from typing import Any
 import xxhash
 
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files, read_bytes
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
-from shardwise.elastic.errors import UserError
-from shardwise.frontends.pretrained.opening import limited
 from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained.opening import limited
 
 ASSISTANT = "assistant"
 HELD_OUT_AT_MOST = 512  # chats: an evaluation should take less time than the steps between two

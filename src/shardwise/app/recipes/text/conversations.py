@@ -27,7 +27,7 @@ from torch import nn
 from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
-from shardwise.elastic.errors import UserError
+from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.app.recipes.core.position import Shuffle
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import counted, one_line
-from shardwise.elastic.errors import UserError
-from shardwise.frontends.pretrained import opening
 from shardwise.insight.planning import presets
 from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained import opening
 
 if TYPE_CHECKING:
     import numpy as np

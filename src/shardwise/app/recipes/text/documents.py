@@ -30,8 +30,8 @@ import xxhash
 
 from shardwise.app.recipes.core.installed import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
+from shardwise.base.errors import UserError
 from shardwise.base.units import counted, one_line
-from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 
 HUB = "hf:"

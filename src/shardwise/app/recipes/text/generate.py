@@ -12,21 +12,20 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer
 
-from shardwise import fully_shard
+from shardwise import fully_shard, pretrained
 from shardwise.app.recipes.core.model import Sampling, generate_tokens
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.say import say
 from shardwise.base.units import listed, one_line, printable
 from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
 from shardwise.checkpoint.formats.hf import folders_of
-from shardwise.elastic.errors import UserError, say
-from shardwise.frontends import pretrained
-from shardwise.frontends.pretrained import opening
-from shardwise.frontends.pretrained.building import find
-from shardwise.frontends.wrap import AUTO, apply_wrap
 from shardwise.insight.planning.presets import longest_sequence
+from shardwise.pretrained import opening
+from shardwise.pretrained.building import find
+from shardwise.wrap import AUTO, apply_wrap
 
 
 @dataclass(frozen=True, kw_only=True)

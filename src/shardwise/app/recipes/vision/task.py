@@ -38,10 +38,9 @@ from shardwise.app.recipes.vision.config import (
     VisionInputs,
 )
 from shardwise.app.recipes.vision.files import ImageFolder
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.mixing import mix
 from shardwise.checkpoint.tools.convert import consolidate
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.training import OptimizerConfig
 from shardwise.transport.peers import Peers

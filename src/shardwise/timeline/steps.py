@@ -32,7 +32,7 @@ from shardwise.base.observe import Activity
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Step
+from shardwise.timeline.rank import COLLECTIVES, RankTimeline, Step
 
 
 class Part(enum.Enum):
@@ -319,7 +319,11 @@ class Timeline:
         return [rank for rank in range(size) if rank not in known]
 
     def summary(self) -> str:
-        """Return the typical step in one line."""
+        """Describe the typical step.
+
+        Returns:
+            One line.
+        """
         step = self.typical
         if step is None:
             return "no step was recorded"
@@ -344,6 +348,13 @@ class Timeline:
     @classmethod
     def from_json(cls, value: Any, where: str) -> Timeline:
         """Read a timeline that was written as plain values, of a file that may be damaged.
+
+        Args:
+            value: of the file, as ``json`` reads it.
+            where: the name of the file, for errors.
+
+        Returns:
+            The timeline.
 
         Raises:
             CheckpointError: it is something else; the message names the file.

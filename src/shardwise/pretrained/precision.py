@@ -37,6 +37,6 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> Collection[n
     """
     if dtype is None or "transformers" not in sys.modules:  # what is not imported made no model
         return frozenset()
-    from shardwise.frontends.pretrained import hf
+    from shardwise.pretrained import hf
 
     return hf.kept_in_float32(model, dtype)

@@ -26,7 +26,7 @@ from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.timeline.meeting import (
+from shardwise.timeline.meeting import (
     ClockReport,
     Meeting,
     Reading,
@@ -37,10 +37,10 @@ from shardwise.insight.timeline.meeting import (
     read_clock,
     waiting_for,
 )
-from shardwise.insight.timeline.page import page, trace
-from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recorder import DeviceClock, Recorder
-from shardwise.insight.timeline.steps import Timeline, together
+from shardwise.timeline.page import page, trace
+from shardwise.timeline.rank import RankTimeline
+from shardwise.timeline.recorder import DeviceClock, Recorder
+from shardwise.timeline.steps import Timeline, together
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
@@ -55,7 +55,14 @@ _log = logging.getLogger(__name__)
 
 
 class Recording:
-    """A block of a program that is recorded; see :func:`record`.
+    """A block of a program that is recorded; :func:`record` makes one.
+
+    Args:
+        folder: where files are written; ``None``: nowhere.
+        prediction: the step that a plan predicts, to show beside.
+        patience: seconds to wait for other ranks.
+        now: a clock, in nanoseconds.
+        model: of torch's FSDP2, to observe too.
 
     Attributes:
         folder: where files are written; ``None``: nowhere.
@@ -86,12 +93,15 @@ class Recording:
         self._meeting = ""  # "": not all ranks are recorded together
 
     def step(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Return a block that is one step.
+        """Make one step of a block of code.
 
         Without this, a step begins with the first forward after an optimizer has stepped.
 
         Args:
             number: of the step; the same on all ranks.
+
+        Returns:
+            The block.
 
         Raises:
             RuntimeError: nothing is being recorded.
@@ -391,6 +401,9 @@ def read(path: str | Path) -> Timeline:
     Args:
         path: the folder that :func:`~shardwise.timeline.record` wrote to, or its
             ``timeline.json``.
+
+    Returns:
+        The timeline of all ranks.
 
     Raises:
         CheckpointError: a file is damaged, or there is none.

@@ -26,11 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import parse, refuse
-from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import report_end
 from shardwise.elastic.world import World, find_world
 

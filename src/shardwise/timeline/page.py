@@ -24,8 +24,8 @@ from shardwise.base.observe import Activity
 from shardwise.base.units import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, MemoryChange, RankTimeline
-from shardwise.insight.timeline.steps import Part, StepOfAll, StepOfRank, Timeline
+from shardwise.timeline.rank import COLLECTIVES, MemoryChange, RankTimeline
+from shardwise.timeline.steps import Part, StepOfAll, StepOfRank, Timeline
 
 #: Tracks of a rank in a trace, from the top down; those of collectives follow.
 _TRACKS = ("steps", "groups", "device", "host")

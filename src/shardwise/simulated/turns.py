@@ -20,8 +20,8 @@ import torch
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.base.scratch import libc
-from shardwise.insight.simulated.own import Own
-from shardwise.insight.simulated.schedules import Schedule
+from shardwise.schedules import Schedule
+from shardwise.simulated.own import Own
 
 #: Whether a rank that waits can go on, and what it waits in; ``""``: it only lets others go first.
 _Wait = tuple[Callable[[], bool], str]

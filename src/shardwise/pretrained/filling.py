@@ -34,10 +34,10 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import own_tensors, reshard
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.meta import materialize
-from shardwise.frontends.pretrained import hf
-from shardwise.frontends.pretrained.building import Name, find
-from shardwise.frontends.pretrained.four_bits import four_bit_layers
-from shardwise.frontends.pretrained.pieced import Pieced
+from shardwise.pretrained import hf
+from shardwise.pretrained.building import Name, find
+from shardwise.pretrained.four_bits import four_bit_layers
+from shardwise.pretrained.pieced import Pieced
 from shardwise.sharding.allocate import allocate, compute_device
 from shardwise.sharding.state import states_of
 

@@ -38,8 +38,8 @@ from shardwise.checkpoint.ranks.hf import (
 )
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.frontends.fsdp2 import fully_shard
-from shardwise.frontends.pretrained.precision import keeping_float32
-from shardwise.frontends.wrap import AUTO, Policy, apply_wrap
+from shardwise.pretrained.precision import keeping_float32
+from shardwise.wrap import AUTO, Policy, apply_wrap
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
-    from shardwise.frontends.pretrained.building import Name
-    from shardwise.frontends.pretrained.hf import Reversal
+    from shardwise.pretrained.building import Name
+    from shardwise.pretrained.hf import Reversal
 
 
 @overload
@@ -106,9 +106,9 @@ def from_pretrained(
         ValueError: an argument of :func:`shardwise.fully_shard` is out of range.
     """
     check_arguments(from_pretrained, locals())
-    from shardwise.frontends.pretrained import hf
-    from shardwise.frontends.pretrained.building import build
-    from shardwise.frontends.pretrained.filling import fill
+    from shardwise.pretrained import hf
+    from shardwise.pretrained.building import build
+    from shardwise.pretrained.filling import fill
 
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
@@ -133,7 +133,7 @@ def from_pretrained(
         replicas = 1 if mesh is None else mesh.size() // shards
         hf.tell_sharded(model, shards, replicas)
         return model
-    from shardwise.frontends.pretrained.lora import add_adapters, initialize_adapters, plain_names
+    from shardwise.pretrained.lora import add_adapters, initialize_adapters, plain_names
 
     adapted = add_adapters(model.train(), peft_config)
     options["mp_policy"] = _precision(adapted, param_dtype, shard)
@@ -259,8 +259,8 @@ def saved_pretrained(
     if "peft" in sys.modules:  # what is not imported has made no adapters
         from peft import PeftModel
 
-        from shardwise.frontends.pretrained import hf
-        from shardwise.frontends.pretrained.lora import (
+        from shardwise.pretrained import hf
+        from shardwise.pretrained.lora import (
             MergedAdapters,
             has_adapters,
             saved_adapters,
@@ -328,7 +328,7 @@ class _SavedWeights:
         Raises:
             CheckpointError: the conversion of some weights depends on that of others.
         """
-        from shardwise.frontends.pretrained import hf
+        from shardwise.pretrained import hf
 
         tensors, computed = self._read()
         if self._reversal is None:
@@ -389,7 +389,7 @@ class _SavedWeights:
         return Conversion(sources, results, convert_all)
 
     def _own_tensors(self) -> Unconverted:
-        from shardwise.frontends.pretrained import hf
+        from shardwise.pretrained import hf
 
         tensors = named_tensors(self._model, secondary=hf.tied_names(self._model))
         for name in hf.not_saved(self._model):

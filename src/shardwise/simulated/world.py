@@ -17,9 +17,9 @@ import torch.distributed as dist
 from shardwise._torch import threads
 from shardwise.base import devices
 from shardwise.base.devices import Backend
-from shardwise.insight.simulated.group import Channel, SimulatedGroup
-from shardwise.insight.simulated.schedules import Schedule
-from shardwise.insight.simulated.turns import RankTurns
+from shardwise.schedules import Schedule
+from shardwise.simulated.group import Channel, SimulatedGroup
+from shardwise.simulated.turns import RankTurns
 from shardwise.transport.base import NO_LABEL, Call, Transport, Work
 from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.collectives import CollectivesTransport

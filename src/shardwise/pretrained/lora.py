@@ -33,11 +33,11 @@ from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor, own_tensors, ties
-from shardwise.frontends.pretrained import hf, opening
-from shardwise.frontends.pretrained.building import explaining
-from shardwise.frontends.pretrained.filling import same_random_numbers
-from shardwise.frontends.pretrained.four_bits import four_bit_layers
-from shardwise.frontends.pretrained.merging import (
+from shardwise.pretrained import hf, opening
+from shardwise.pretrained.building import explaining
+from shardwise.pretrained.filling import same_random_numbers
+from shardwise.pretrained.four_bits import four_bit_layers
+from shardwise.pretrained.merging import (
     ADAPTER_WEIGHTS,
     PREFIX,
     MergedLayer,

@@ -37,10 +37,10 @@ from shardwise.checkpoint.formats.source import (
     unwatched,
 )
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.frontends.pretrained import hf, opening
-from shardwise.frontends.pretrained.building import Name, build, explaining, find
-from shardwise.frontends.pretrained.filling import ConvertedSource, plan_filling
-from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
+from shardwise.pretrained import hf, opening
+from shardwise.pretrained.building import Name, build, explaining, find
+from shardwise.pretrained.filling import ConvertedSource, plan_filling
+from shardwise.pretrained.opening import ADAPTER_CONFIG
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: What ``peft`` puts before the names of the plain model.

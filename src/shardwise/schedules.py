@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+__all__ = ["Exhaustive", "FixedOrder", "Random"]
+
 
 class Schedule:
     """Decides whose turn is next: here the next rank that can go on, where one has to wait.
@@ -42,7 +44,14 @@ class Random(Schedule):
         self._random = random.Random(seed)
 
     def choose(self, count: int) -> int:
-        """Choose one at random."""
+        """Choose one at random.
+
+        Args:
+            count: how many ranks can go on.
+
+        Returns:
+            Which of them goes on, from 0.
+        """
         return self._random.randrange(count)
 
     def __repr__(self) -> str:
@@ -64,7 +73,14 @@ class FixedOrder(Schedule):
         self.made: list[tuple[int, int]] = []
 
     def choose(self, count: int) -> int:
-        """Choose as that run did."""
+        """Choose as that run did.
+
+        Args:
+            count: how many ranks can go on.
+
+        Returns:
+            Which of them goes on, from 0.
+        """
         at = len(self.made)
         choice = self._choices[at] if at < len(self._choices) else 0
         self.made.append((min(choice, count - 1), count))
@@ -88,7 +104,11 @@ class Exhaustive:
     limit: int
 
     def orders(self) -> Iterator[FixedOrder]:
-        """Return one order after the other; each is to be followed before the next is found."""
+        """Find one order after the other.
+
+        Yields:
+            An order, which is to be followed before the next is found.
+        """
         choices: list[int] = []
         for _ in range(self.limit):
             yield (order := FixedOrder(choices))

@@ -20,7 +20,7 @@ from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
-from shardwise.frontends.pretrained import hf, opening
+from shardwise.pretrained import hf, opening
 
 Name = str | os.PathLike[str]
 """A folder, a file of weights, or the name of a repository on the Hugging Face Hub."""

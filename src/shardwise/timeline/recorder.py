@@ -28,7 +28,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity, Memory, Observer, Route
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
 
 #: Numbers of activities. One row for all recorders: a number of an earlier one means nothing here.
 _numbers = itertools.count(1)

@@ -19,10 +19,10 @@ from shardwise._torch import dtensor, operations
 from shardwise.base import observe
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import ShardwiseError
-from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Schedule
-from shardwise.insight.simulated.world import SimulatedWorld
-from shardwise.insight.timeline.recorder import Recorder
-from shardwise.insight.timeline.steps import SIMULATED, Timeline
+from shardwise.schedules import Exhaustive, FixedOrder, Schedule
+from shardwise.simulated.world import SimulatedWorld
+from shardwise.timeline.recorder import Recorder
+from shardwise.timeline.steps import SIMULATED, Timeline
 
 T = TypeVar("T")
 
@@ -50,6 +50,11 @@ class SimulatedRanks(list[SimulatedRank]):
 
     Their world stays alive with this object, so that :func:`shardwise.inspect` can look into it.
 
+    Args:
+        world: of the ranks.
+        ranks: what came of the function, by rank.
+        recorders: what each rank did, by rank.
+
     Attributes:
         orders: how many orders of the ranks' turns were tried.
         world: of the ranks.
@@ -67,10 +72,13 @@ class SimulatedRanks(list[SimulatedRank]):
         self._recorders = recorders
 
     def timeline(self) -> Timeline:
-        """Return what the ranks did, in order: a millisecond of it is one thing that happened.
+        """Return what the ranks did, in order.
 
         What is reported of gathers, reductions, computation and memory is there, unless the
         function recorded a timeline of its own.
+
+        Returns:
+            The timeline of all ranks. A millisecond of it is one thing that happened.
         """
         size = len(self)
         return Timeline(
@@ -81,7 +89,14 @@ class SimulatedRanks(list[SimulatedRank]):
         )
 
     def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
-        """Call ``function(value)`` on every rank, with what the rank has returned."""
+        """Call ``function(value)`` on every rank, with what the rank has returned.
+
+        Args:
+            function: takes the :class:`SimulatedRank`'s value.
+
+        Returns:
+            What it returned, by rank.
+        """
         return self.world.run(lambda rank: function(self[rank].value), Schedule())
 
     def __repr__(self) -> str:

@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
-from shardwise.insight.simulated.gloo import Extreme, MemoryFormat, check, is_dense, order_of
-from shardwise.insight.simulated.turns import RankTurns
+from shardwise.simulated.gloo import Extreme, MemoryFormat, check, is_dense, order_of
+from shardwise.simulated.turns import RankTurns
 from shardwise.transport.base import NO_LABEL, Label
 
 Tensors = Sequence[torch.Tensor]

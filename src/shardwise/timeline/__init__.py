@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.insight.timeline.recording import Recording, read, record, write
-    from shardwise.insight.timeline.steps import Timeline
+    from shardwise.timeline.recording import Recording, read, record, write
+    from shardwise.timeline.steps import Timeline
 
 __all__ = ["Recording", "Timeline", "read", "record", "write"]
 

@@ -40,8 +40,8 @@ from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import PrecisionName, TransportName
 from shardwise.insight.step import TrainingStep
-from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recording import PATIENCE, Recording
+from shardwise.timeline.rank import RankTimeline
+from shardwise.timeline.recording import PATIENCE, Recording
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))

@@ -1,0 +1,49 @@
+"""What a reader of each front door has to load, and could have to read: it only ever gets less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+#: By front door: what a program does with it, and the lines and files of the package that are
+#: loaded then. Lower them when they fall; a feature that needs more has to remove something.
+DOORS = {
+    "fully_shard": ("shardwise.fully_shard", 17446, 68),
+    "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 30722, 120),
+    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 22948, 91),
+    "simulate": ("shardwise.simulate(print, 2)", 13784, 67),
+    "timeline.record": ("shardwise.timeline.record", 14360, 67),
+    "a training of a recipe": (
+        "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
+        43483,
+        183,
+    ),
+}
+
+COUNT = """
+import sys
+files = {
+    module.__file__
+    for name, module in list(sys.modules.items())
+    if name.partition(".")[0] == "shardwise" and module.__file__
+}
+print("LOADED", sum(len(open(file).read().splitlines()) for file in files), len(files))
+"""
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_front_door_loads_no_more_than_it_did(door: str) -> None:
+    code, most_lines, most_files = DOORS[door]
+    result = subprocess.run(
+        [sys.executable, "-c", f"import shardwise\n{code}\n{COUNT}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    lines, files = map(int, result.stdout.rpartition("LOADED")[2].split())
+    print(f"{door}: {lines} lines in {files} files, of {most_lines} in {most_files}")
+    assert lines <= most_lines
+    assert files <= most_files
