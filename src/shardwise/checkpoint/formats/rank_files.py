@@ -242,8 +242,8 @@ class RankFiles(RankSource):
         self._placeholders: dict[str, Placeholder] = {}
         trees = [rank.tree for rank in self._ranks]
         self.tree = {"model": self._merge(("model",), [tree["model"] for tree in trees])}
-        optimizers = [tree.get("optimizer") for tree in trees]
-        if all(isinstance(each, dict) for each in optimizers):
+        optimizers = [each for tree in trees if isinstance(each := tree.get("optimizer"), dict)]
+        if len(optimizers) == len(trees):
             with_states = [{"state": {}, **each} for each in optimizers]
             self.tree["optimizer"] = self._merge(("optimizer",), with_states)
         self.hold_beside(self._ranks)
