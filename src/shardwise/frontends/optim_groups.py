@@ -26,7 +26,7 @@ def groups_like(
     """Saved parameter groups with ids, in the order and with the members of the optimizer's.
 
     ``Optimizer.load_state_dict`` matches parameters by position, not by id. Parameters that were
-    not saved keep the settings that they have.
+    not saved keep the settings that they have. Groups without parameters are matched in order.
 
     Raises:
         ValueError: parameters of one group were saved with different settings.
@@ -36,6 +36,7 @@ def groups_like(
         return groups
     names = {key: name for name, key in keys.items()}
     group_of = {key: group for group in groups for key in group["params"]}
+    empty = iter([hyperparameters(group) for group in groups if not group["params"]])
     made: list[dict[str, Any]] = []
     first = 0
     for own in optimizer.param_groups:
@@ -43,6 +44,8 @@ def groups_like(
         first += len(members)
         found = [(names[key], hyperparameters(group_of[key])) for key in members if key in group_of]
         settings = found[0][1] if found else hyperparameters(own)
+        if not members:
+            settings = next(empty, settings)
         for name, its in found:
             if its != settings:
                 raise ValueError(

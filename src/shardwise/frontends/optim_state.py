@@ -25,9 +25,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import fsdp
+from shardwise._torch import dtensor, fsdp
 from shardwise.base.optim_names import counts, keys_in_order
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import replaced_in
+from shardwise.checkpoint.ranks.optimizer import inside_of
 from shardwise.frontends.optim_groups import (
     check_same_groups,
     groups_like,
@@ -44,6 +47,7 @@ from shardwise.frontends.state_dict import (
     wrappers_in,
 )
 from shardwise.frontends.summon import is_first
+from shardwise.optim.forms import OwnStates
 from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
@@ -317,11 +321,7 @@ def _save_by_name(
     settings: StateDictSettings,
 ) -> StateDict:
     """The state of an optimizer by parameter name; empty on ranks that do not keep it."""
-    if isinstance(optimizer, OptimizerOnShards) and optimizer.kept() is not None:
-        raise ValueError(
-            "optim_state_dict: found an optimizer of shardwise.optim.whole, which has states of "
-            "different parameters on each rank, expected all on all ranks; use shardwise.checkpoint"
-        )
+    _check_all_on_all_ranks(optimizer, "optim_state_dict")
     names = names_by_key(model, optimizer)
     config = settings.optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)
@@ -331,7 +331,7 @@ def _save_by_name(
         name = _name_of(key, names)
         kept: dict[str, Any] = {}
         for kind, value in state_dict["state"][key].items():
-            made = exported(value, settings.state_dict_type, config)
+            made = replaced_in(value, lambda each: exported(each, settings.state_dict_type, config))
             if keeps:
                 kept[kind] = made
         states[name] = kept
@@ -342,6 +342,14 @@ def _save_by_name(
         for group in state_dict["param_groups"]
     ]
     return {"state": states, "param_groups": groups}
+
+
+def _check_all_on_all_ranks(optimizer: torch.optim.Optimizer | None, doing: str) -> None:
+    if isinstance(optimizer, OptimizerOnShards) and optimizer.kept() is not None:
+        raise ValueError(
+            f"{doing}: found an optimizer of shardwise.optim.whole, which has states of different "
+            "parameters on each rank, expected all on all ranks; use shardwise.checkpoint"
+        )
 
 
 def _load_by_name(
@@ -357,6 +365,7 @@ def _load_by_name(
     Without an optimizer, it is for one that has ``model.parameters()`` in order. Values are first
     what ``receive`` makes of them.
     """
+    _check_all_on_all_ranks(optimizer, "optim_state_dict_to_load")
     names = names_by_key(model, optimizer)
     keys = {name: key for key, name in names.items()}
     params = sharded_params(model)
@@ -367,12 +376,21 @@ def _load_by_name(
         for kind, value in state.items()
         if isinstance(value, torch.Tensor) and name in params
     )
+    own = next((each for each in inside_of(optimizer) if isinstance(each, OwnStates)), None)
+    tensors = dict(model.named_parameters())
+
+    def place(
+        what: str, param: GroupParam | None, form: torch.Tensor | None
+    ) -> Callable[[Any], Any]:
+        return lambda value: _place(what, receive(value), param, form, settings)
+
     states: dict[Any, dict[str, Any]] = {}
     for name, state in state_dict["state"].items():
+        forms = {} if own is None else own.new_state(tensors[name])
         made = {
             kind: receive(value).clone()
             if kind in are_counts and getattr(value, "ndim", None) == 0
-            else _place(f"{kind} of {name}", receive(value), params.get(name), settings)
+            else replaced_in(value, place(f"{kind} of {name}", params.get(name), forms.get(kind)))
             for kind, value in state.items()
         }
         states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
@@ -430,14 +448,45 @@ def _name_of(key: Any, names: Mapping[int, str]) -> str:
     return key if isinstance(key, str) else names[key]
 
 
-def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictSettings) -> Any:
-    """A copy of a state dict's value, sharded as the optimizer needs it."""
+def _place(
+    what: str,
+    value: Any,
+    param: GroupParam | None,
+    form: torch.Tensor | None,
+    settings: StateDictSettings,
+) -> Any:
+    """A copy of a state dict's value, sharded as the optimizer needs it: like ``form``, if any."""
     if not isinstance(value, torch.Tensor):
         return value
     value = fsdp.whole(value)
     if isinstance(value, DTensor) or param is None:
         return value.clone()
+    if isinstance(form, DTensor) and form.shape != param.sharded.shape:
+        return _placed_as(what, form, value, settings)
     return shard_of(f"optimizer state {what}", value, param, settings)
+
+
+def _placed_as(
+    what: str, form: DTensor, value: torch.Tensor, settings: StateDictSettings
+) -> torch.Tensor:
+    """A value of a state whose shape is not its parameter's, as the optimizer's own states are.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    rows = dtensor.local_of(form)
+    expected = rows.shape if is_local else form.shape
+    if value.shape != expected:
+        raise ValueError(
+            f"optimizer state {what} on rank {dist.get_rank()}: found shape {tuple(value.shape)}, "
+            f"expected {tuple(expected)}; the state dict type is {settings.state_dict_type.name}, "
+            "see set_state_dict_type"
+        )
+    if not is_local:
+        value = narrow(value, Box(*dtensor.chunk_of(form)))
+    rows = value.detach().to(rows.device, copy=True).contiguous()
+    return dtensor.wrap_local(rows, dtensor.with_dtype(dtensor.spec_of(form), rows.dtype))
 
 
 def _check_names(state_dict: StateDict, keys: Mapping[str, int], model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwise._torch import dtensor
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
+from shardwise.transport.buckets import is_sendable
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,19 @@ def full_tensor(value: DTensor, placements: Sequence[Placement] | None = None) -
         local = local.to(kind)
         value = dtensor.wrap_local(local, dtensor.spec_of(value))
     wanted = [Replicate()] * value.device_mesh.ndim if placements is None else placements
-    full = dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())
+    if is_sendable(value.dtype):
+        full = dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())
+    else:
+        sent = _in_bytes(value).redistribute(placements=wanted)
+        full = dtensor.wait_tensor(sent.to_local()).contiguous().view(value.dtype).squeeze(-1)
     shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return full.clone() if shared else full
+
+
+def _in_bytes(value: DTensor) -> DTensor:
+    """The bytes of each element, as one more dimension, which no rank cuts."""
+    local = dtensor.local_of(value).detach().contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*value.shape, value.dtype.itemsize))
+    strides = torch.empty(shape, device="meta").stride()
+    spec = dtensor.make_spec(value.device_mesh, value.placements, shape, strides, torch.uint8)
+    return dtensor.wrap_local(local, spec)

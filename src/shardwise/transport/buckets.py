@@ -117,6 +117,11 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
+def is_sendable(dtype: torch.dtype) -> bool:
+    """Whether collectives of torch on ``DTensor``s take a dtype, whatever the backend."""
+    return dtype in _SENDABLE or dtype is torch.bool or dtype.is_complex
+
+
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as one dimension of a dtype that every backend sends."""
     tensor = as_real(tensor)

@@ -8,6 +8,7 @@ import json as json_module
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -323,9 +324,15 @@ def _write(
     doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
 ) -> None:
     """Write a checkpoint in another form, and show what was written."""
-    with reporting_errors(), _progress(doing) as watch:
+    with (
+        warnings.catch_warnings(record=True, action="always", category=UserWarning) as notes,
+        reporting_errors(),
+        _progress(doing) as watch,
+    ):
         run(src, dst, *more, watch=watch, **options)
     _show_written(dst)
+    for note in notes:
+        show(f"note: {note.message}")
 
 
 def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:

@@ -2,7 +2,8 @@ r"""A training state taken apart: tensors and values with paths, and values as J
 
     {"model": {"a.weight": T}, "extra": {"rows": [T, T]}}
 
-has the leaves ``("model", "a.weight")``, ``("extra", "rows", 0)`` and ``("extra", "rows", 1)``.
+has the leaves ``("model", "a.weight")``, ``("extra", "rows", 0)`` and ``("extra", "rows", 1)``. The
+numbers of items of a tuple come after a key ``$tuple``.
 
 Plain Python values become JSON and come back exactly; anything else is refused by name, because a
 checkpoint holds no pickled objects. JSON has no tuples, bytes, dicts with keys other than strings,
@@ -34,6 +35,10 @@ from shardwise.checkpoint.disk.strict import Collisions, refuse
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEEPEST = 64
+#: In a path, the key before the number of an item of a tuple; of a list, there is none.
+TUPLE = "$tuple"
+#: In a path, the key before the number of the rank whose value it is.
+RANKS = "$ranks"
 
 
 def encode(value: Any, name: str, depth: int = 0) -> Any:
@@ -60,7 +65,7 @@ def encode(value: Any, name: str, depth: int = 0) -> Any:
         case list() if type(value) is list:
             return _encode_all(value, name, depth)
         case tuple() if type(value) is tuple:
-            return {"$tuple": _encode_all(value, name, depth)}
+            return {TUPLE: _encode_all(value, name, depth)}
         case dict():
             return _encode_dict(value, name, depth)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -123,7 +128,7 @@ def _decode_tagged(  # noqa: RET503 (refuse raises)
     tag: str, value: Any, where: str, depth: int
 ) -> Any:
     match tag, value:
-        case "$tuple", list():
+        case t, list() if t == TUPLE:
             return tuple(decode(item, where, depth + 1) for item in value)
         case "$bytes", str():
             try:
@@ -167,17 +172,25 @@ def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
 
     Raises:
         TypeError: the tree as a whole is not a dict with string keys.
+        ValueError: a dict has the key that tells tuples from lists.
     """
     if isinstance(tree, Mapping) and tree and all(type(key) is str for key in tree):
+        if TUPLE in tree:
+            raise ValueError(f"{'.'.join(map(str, path))}: found the key {TUPLE!r}, expected no")
         for key, item in tree.items():
             yield from leaves((*path, key), item)
-    elif type(tree) is list and _holds_tensor(tree):
+    elif type(tree) in (list, tuple) and _holds_tensor(tree):
         for i, item in enumerate(tree):
-            yield from leaves((*path, i), item)
+            yield from leaves((*path_of_items(path, tree), i), item)
     elif len(path) > 1:
         yield path, tree
     elif tree:
         raise TypeError(f"{path[0]}: found {type(tree).__name__}, expected a dict with string keys")
+
+
+def path_of_items(path: StatePath, items: list[Any] | tuple[Any, ...]) -> StatePath:
+    """The path that the numbers of items follow, of a list or a tuple at a path."""
+    return (*path, TUPLE) if isinstance(items, tuple) else path
 
 
 def _holds_tensor(tree: Any) -> bool:
@@ -230,6 +243,13 @@ class _OpenNode(dict[PathKey, Any]):
 def _built(node: Any, name: str, where: str) -> Any:
     if not isinstance(node, _OpenNode):
         return node
+    if node.keys() == {TUPLE} and isinstance(node[TUPLE], _OpenNode):
+        items = _built(node[TUPLE], f"{name}.{TUPLE}", where)
+        if not isinstance(items, list):
+            raise CheckpointError(
+                f"{where}: {name} is a tuple with items of other keys than numbers"
+            )
+        return tuple(items)
     if all(type(key) is str for key in node):
         return {key: _built(item, f"{name}.{key}", where) for key, item in node.items()}
     if sorted(node) != list(range(len(node))):

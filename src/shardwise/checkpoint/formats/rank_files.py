@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
-from shardwise.checkpoint.disk.values import held_in
+from shardwise.checkpoint.disk.values import RANKS, held_in, path_of_items
 from shardwise.checkpoint.formats.source import Extent, ExtentSource, check_boxes
 from shardwise.checkpoint.formats.torchfile import (
     Placeholder,
@@ -32,6 +34,7 @@ from shardwise.checkpoint.formats.torchfile import (
 FORMAT = "shardwise.rank"
 VERSION = 1
 _MAX_RANKS = 10**6
+_SECTIONS = ("model", "optimizer", "shard_metadata")
 _NAME = re.compile(r"(.*?)rank-(\d{1,9})-of-(\d{1,9})(\.pt|\.pth|\.bin)")
 
 
@@ -114,13 +117,12 @@ class RankSource(ExtentSource):
         files: paths of the files.
 
     Attributes:
-        tree: ``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor.
+        tree: ``{"model": ..., "optimizer": ..., "extra": ...}``, with a :class:`.Placeholder` for
+            every tensor. What ranks do not have alike in ``extra`` is there by rank.
         by_name: the paths of tensors, by the names of their placeholders.
-        left_out: what of the files is not in the tree, and why; empty if nothing is.
     """
 
     tree: dict[str, Any]
-    left_out: str = ""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files[0])
@@ -149,14 +151,78 @@ class RankSource(ExtentSource):
         self.tensors[path] = info
         return Placeholder(name, info)
 
+    def copied(self, path: StatePath, tree: Any, file: Path) -> Any:
+        """Add the tensors of a tree as they are in one file."""
+        if isinstance(tree, StoredShard):
+            refuse(f"{file}, {dotted(path)}", "a DTensor", "a tensor of one rank")
+        if isinstance(tree, StoredTensor):
+            return self.whole(path, tree, tree.info.dtype, file)
+        if isinstance(tree, dict):
+            return {key: self.copied((*path, key), item, file) for key, item in tree.items()}
+        if isinstance(tree, list | tuple):
+            below = path_of_items(path, tree)
+            return type(tree)(self.copied((*below, i), e, file) for i, e in enumerate(tree))
+        return tree
+
+    def whole(self, path: StatePath, stored: StoredTensor, dtype: str, file: Path) -> Placeholder:
+        """Add a tensor of one file, to be read in a dtype."""
+        box = full_box(stored.info.shape)
+        extent = Extent(box, file, stored.start, stored.strides, stored.bits)
+        return self.hold(path, TensorInfo(dtype, stored.info.shape), [extent] if box.numel else [])
+
+    def hold_beside(self, ranks: Sequence[RankTree]) -> None:
+        """Add what files have beside the model and the optimizer: the user's own, as ``extra``.
+
+        What is no plain value is left out.
+        """
+        found: dict[str, list[Any]] = {}
+        for place, rank in enumerate(ranks):
+            for key, value in _beside(rank.tree):
+                found.setdefault(key, [None] * len(ranks))[place] = value
+        extra, refused = {}, []
+        for key, values in found.items():
+            held = [each for value in values for each in held_in(value)]
+            if not all(isinstance(each, _PLAIN | StoredTensor) for each in held):
+                refused.append(key)
+            elif values == values[:1] * len(values) and not any(
+                isinstance(each, StoredTensor) for each in held
+            ):
+                extra[key] = values[0]
+            else:
+                path = ("extra", key, RANKS)
+                extra[key] = {
+                    RANKS: {
+                        str(rank.rank): self.copied((*path, str(rank.rank)), value, rank.path)
+                        for rank, value in zip(ranks, values, strict=True)
+                    }
+                }
+        if refused:
+            what = f"{self.where}: found no plain values under {', '.join(map(repr, refused))}"
+            self.left_out = "; ".join(each for each in (self.left_out, what) if each)
+        if extra:
+            self.tree["extra"] = extra
+
+
+_PLAIN = bool | int | float | str | bytes | torch.dtype | None
+
+
+def _beside(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """What a rank's file has beside what it has to have, by key."""
+    for key, value in tree.items():
+        if key == "extra" and isinstance(value, dict):
+            yield from ((str(inner), each) for inner, each in value.items())
+        elif key not in _SECTIONS:
+            yield check_text(str(key), "extra"), value
+
 
 def plain_parts(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
     """The largest parts of a tree that hold no tensors, by path."""
     if len(path) > 1 and not any(isinstance(each, Placeholder) for each in held_in(tree)):
         yield path, tree
     elif isinstance(tree, Mapping | list | tuple):
+        below = path if isinstance(tree, Mapping) else path_of_items(path, tree)
         for key, item in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from plain_parts((*path, key), item)
+            yield from plain_parts((*below, key), item)
 
 
 class RankFiles(RankSource):
@@ -174,47 +240,61 @@ class RankFiles(RankSource):
         super().__init__(files)
         self._ranks = in_order([read_rank_file(file) for file in files])
         self._placeholders: dict[str, Placeholder] = {}
-        self.tree = {
-            section: self._merge((section,), [rank.tree[section] for rank in self._ranks])
-            for section in ("model", "optimizer")
-            if all(section in rank.tree for rank in self._ranks)
-        }
+        trees = [rank.tree for rank in self._ranks]
+        self.tree = {"model": self._merge(("model",), [tree["model"] for tree in trees])}
+        optimizers = [each for tree in trees if isinstance(each := tree.get("optimizer"), dict)]
+        if len(optimizers) == len(trees):
+            with_states = [{"state": {}, **each} for each in optimizers]
+            self.tree["optimizer"] = self._merge(("optimizer",), with_states)
+        self.hold_beside(self._ranks)
         self.values = dict(plain_parts((), self.tree))
 
-    def _merge(self, path: StatePath, found: list[Any]) -> Any:
-        """Combine what all ranks have at one path; if it is not a tensor, take the first rank's."""
-        first = found[0]
+    def _merge(self, path: StatePath, found: list[Any], ranks: Sequence[RankFile] = ()) -> Any:
+        """Combine what ranks have at one path; if it is not a tensor, take the first one's.
+
+        Args:
+            path: the path.
+            found: what each has.
+            ranks: these ranks; all by default.
+        """
+        ranks, first = ranks or self._ranks, found[0]
         if isinstance(first, dict):
-            for rank, each in zip(self._ranks, found, strict=True):
-                if not isinstance(each, dict) or each.keys() != first.keys():
+            # With optimizers of ``whole``, states of a parameter are on one rank.
+            differs = path == ("optimizer", "state")
+            for rank, each in zip(ranks, found, strict=True):
+                if not isinstance(each, dict) or (each.keys() != first.keys() and not differs):
                     raise CheckpointError(
-                        f"{rank.path}: found other keys in {dotted(path)} than in "
-                        f"{self._ranks[0].path}"
+                        f"{rank.path}: found other keys in {dotted(path)} than in {ranks[0].path}"
                     )
-            for key in first:
+            keys = dict.fromkeys(key for each in found for key in each)
+            merged = {}
+            for key in keys:
                 if isinstance(key, str):
                     check_text(key, f"{self.where}, {dotted(path)}")
-            return {key: self._merge((*path, key), [e[key] for e in found]) for key in first}
+                own = [(e[key], r) for e, r in zip(found, ranks, strict=True) if key in e]
+                merged[key] = self._merge((*path, key), *map(list, zip(*own, strict=True)))
+            return merged
         if isinstance(first, list | tuple):
             if not all(isinstance(each, type(first)) and len(each) == len(first) for each in found):
                 raise CheckpointError(
                     f"{self.where}: {dotted(path)} differs in length between ranks"
                 )
+            below = path_of_items(path, first)
             return type(first)(
-                self._merge((*path, i), list(items))
+                self._merge((*below, i), list(items), ranks)
                 for i, items in enumerate(zip(*found, strict=True))
             )
         if isinstance(first, StoredTensor | StoredShard):
-            return self._join(path, found)
+            return self._join(path, found, ranks)
         return first
 
-    def _join(self, path: StatePath, found: list[Any]) -> Placeholder:
-        """Combine the parts that all ranks have of a tensor; tied tensors get one placeholder."""
+    def _join(self, path: StatePath, found: list[Any], ranks: Sequence[RankFile]) -> Placeholder:
+        """Combine the parts that ranks have of a tensor; tied tensors get one placeholder."""
         name = dotted(path)
-        for rank, each in zip(self._ranks, found, strict=True):
+        for rank, each in zip(ranks, found, strict=True):
             if not isinstance(each, StoredTensor | StoredShard):
                 refuse(f"{rank.path}, {name}", type(each).__name__, "a tensor, as on other ranks")
-        parts = [_part(rank, path, each) for rank, each in zip(self._ranks, found, strict=True)]
+        parts = [_part(rank, path, each) for rank, each in zip(ranks, found, strict=True)]
         stored = [each.local if isinstance(each, StoredShard) else each for each in found]
         if parts[0] is None:  # every rank has the full tensor
             del stored[1:]
@@ -227,19 +307,21 @@ class RankFiles(RankSource):
             return self._placeholders[key]
         assert parts[0] is not None
         info = TensorInfo(stored[0].info.dtype, parts[0].shape)
-        self._placeholders[key] = self.hold(path, info, self._merged(name, info, parts, stored))
+        merged = self._merged(name, info, ranks, parts, stored)
+        self._placeholders[key] = self.hold(path, info, merged)
         return self._placeholders[key]
 
     def _merged(
         self,
         name: str,
         info: TensorInfo,
+        ranks: Sequence[RankFile],
         parts: list[TensorSlice | None],
         stored: list[StoredTensor],
     ) -> list[Extent]:
         """The extents that the parts of all ranks are; a part that several have comes once."""
         extents: dict[str, Extent] = {}
-        for rank, part, local in zip(self._ranks, parts, stored, strict=False):
+        for rank, part, local in zip(ranks, parts, stored, strict=False):
             where = f"{rank.path}, {name}"
             if part is None or part.shape != info.shape:
                 refuse(where, part, f"a part of {list(info.shape)}, as on other ranks")
@@ -248,7 +330,7 @@ class RankFiles(RankSource):
             extent = Extent(part.box, rank.path, local.start, local.strides, local.bits)
             extents.setdefault(str(part.box), extent)
         found = [extent for extent in extents.values() if extent.box.numel]
-        check_boxes(f"{self._ranks[0].path}, {name}", info, [extent.box for extent in found])
+        check_boxes(f"{ranks[0].path}, {name}", info, [extent.box for extent in found])
         return found
 
 

@@ -65,6 +65,7 @@ class Source(Closing, abc.ABC):
         config: the model's ``config.json``, if the format records it; else empty.
         versions: the version of the state dict of each of the model's modules, by the name that it
             had; ``None`` if the checkpoint is of the classes as they are.
+        left_out: what of the files is in none of these, and why; empty if nothing is.
     """
 
     where: Path
@@ -75,6 +76,7 @@ class Source(Closing, abc.ABC):
     tied: Mapping[str, str] = MappingProxyType({})
     config: Mapping[str, Any] = MappingProxyType({})
     versions: Mapping[str, int] | None = MappingProxyType({})
+    left_out: str = ""
 
     @abc.abstractmethod
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:

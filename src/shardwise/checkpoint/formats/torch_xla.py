@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.strict import (
     MAX_DIMS,
@@ -44,8 +44,6 @@ from shardwise.checkpoint.formats.rank_files import (
 )
 from shardwise.checkpoint.formats.source import Deferred, Extent, check_boxes
 from shardwise.checkpoint.formats.torchfile import (
-    Placeholder,
-    StoredShard,
     StoredTensor,
     read_tree,
     versions_of,
@@ -128,21 +126,23 @@ class XlaFiles(RankSource):
         self.tree = {"model": self._model()}
         self.versions = {_clean(name): n for name, n in versions_of(self._models[0]).items()}
         values: dict[StatePath, Any] = {}
+        self._unknown = ""
         if all(isinstance(rank.tree.get("optimizer"), dict) for rank in self._ranks):
             tensors, names = dict(self.tensors), dict(self.by_name)
             try:
                 self.tree["optimizer"] = self._optimizer()
             except _UnknownStateError as error:
                 self.tensors, self.by_name = tensors, names
-                self.left_out = f"{self.where}, optimizer: {error}"
+                self._unknown = self.left_out = f"{self.where}, optimizer: {error}"
                 values["optimizer", "state"] = None
+        self.hold_beside(self._ranks)
         values |= dict(plain_parts((), self.tree))
         self.values = Deferred(values, self._value)
         self._plain = values
 
     def _value(self, path: StatePath) -> Any:
-        if self.left_out and path == ("optimizer", "state"):
-            raise CheckpointError(f"{self.left_out}; the model alone can be read")
+        if self._unknown and path == ("optimizer", "state"):
+            raise CheckpointError(f"{self._unknown}; the model alone can be read")
         return self._plain[path]
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
@@ -210,9 +210,9 @@ class XlaFiles(RankSource):
                 self._cast[path] = torch_dtype(value.info.dtype)
                 if not isinstance(dtypes[short], torch.dtype):
                     refuse(f"{where}, {short}", dtypes[short], "a dtype")
-                tree[short] = self._whole(path, value, dtype_name(dtypes[short]))
+                tree[short] = self.whole(path, value, dtype_name(dtypes[short]), self.where)
             else:
-                tree[short] = self._copied(path, value)
+                tree[short] = self.copied(path, value, self.where)
         return tree
 
     def _joined(
@@ -265,25 +265,6 @@ class XlaFiles(RankSource):
                 found.append(Extent(box, rank.path, each.start, each.strides, each.bits))
         return found
 
-    def _copied(self, path: StatePath, tree: Any) -> Any:
-        """Add the tensors of a tree as they are on the first rank."""
-        if isinstance(tree, StoredShard):
-            refuse(f"{self.where}, {dotted(path)}", "a DTensor", "a tensor of one rank")
-        if isinstance(tree, StoredTensor):
-            return self._whole(path, tree, tree.info.dtype)
-        if isinstance(tree, dict):
-            return {key: self._copied((*path, key), item) for key, item in tree.items()}
-        if isinstance(tree, list | tuple):
-            return type(tree)(self._copied((*path, i), item) for i, item in enumerate(tree))
-        return tree
-
-    def _whole(self, path: StatePath, stored: StoredTensor, dtype: str) -> Placeholder:
-        """Add a tensor of the first rank, to be read in a dtype."""
-        box = full_box(stored.info.shape)
-        extent = Extent(box, self.where, stored.start, stored.strides, stored.bits)
-        extents = [extent] if box.numel else []
-        return self.hold(path, TensorInfo(dtype, stored.info.shape), extents)
-
     # ---- the optimizer ----
 
     def _optimizer(self) -> dict[str, Any]:
@@ -311,7 +292,7 @@ class XlaFiles(RankSource):
                     state.setdefault(name, {})[key] = value
         named = [
             {
-                **self._copied(("optimizer", "param_groups", i), _without_params(group)),
+                **self.copied(("optimizer", "param_groups", i), _without_params(group), self.where),
                 "params": [m.name for n in group["params"] for m in shards[n].members],
             }
             for i, group in enumerate(groups)
@@ -347,12 +328,16 @@ class XlaFiles(RankSource):
         check_text(key, f"{self.where}, optimizer") if isinstance(key, str) else None
         first, path = found[0], ("optimizer", "state")
         if not isinstance(first, StoredTensor):
-            return {m.name: self._copied((*path, m.name, key), first) for m in shard.members}
+            return {
+                m.name: self.copied((*path, m.name, key), first, self.where) for m in shard.members
+            }
         shapes = {each.info if isinstance(each, StoredTensor) else None for each in found}
         if len(shapes) == 1 and first.info.shape == shard.local.shape and key != _STEP:
             return self._joined(path, (key,), shard, found)
         if first.info.numel == 1:
-            return {m.name: self._copied((*path, m.name, key), first) for m in shard.members}
+            return {
+                m.name: self.copied((*path, m.name, key), first, self.where) for m in shard.members
+            }
         raise _UnknownStateError(
             f"found {key} of {first.info} for the shard {shard.name} of {shard.local}, expected a "
             "state like the shard, or a single number"

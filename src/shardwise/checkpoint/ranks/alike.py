@@ -19,7 +19,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import Origin, StatePath, Value, dotted
 from shardwise.checkpoint.disk.safetensors import digest_of
 from shardwise.checkpoint.disk.strict import shorten
-from shardwise.checkpoint.ranks.per_rank import RANKS
+from shardwise.checkpoint.disk.values import RANKS
 
 
 @dataclass(frozen=True)

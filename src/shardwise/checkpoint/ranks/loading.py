@@ -40,7 +40,12 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks.agreement import checked
 from shardwise.checkpoint.ranks.arrival import Arrival
-from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.optimizer import (
+    check_groups,
+    destinations,
+    load_optimizer_tree,
+    parameter_names,
+)
 from shardwise.checkpoint.ranks.per_rank import restored
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import (
@@ -68,7 +73,8 @@ def load(
     reads what it needs straight into its shards, and verifies the checksums of what it reads. No
     code from the checkpoint is run, and no file outside its folder is opened.
 
-    If it raises, which it does on all ranks alike, the model may hold some of what was read.
+    If it raises, which it does on all ranks alike, the model and the optimizer may hold some of
+    what was read. Nothing has changed if the optimizer has other parameter groups.
 
     Args:
         path: the checkpoint.
@@ -141,6 +147,7 @@ def _load(
         into: dict[str, Tensor] = {}
         if optimizer is not None:
             names, saved = parameter_names(model, own), manifest.section("optimizer")
+            check_groups(optimizer, names, manifest.values)
             find = destinations(optimizer, names, saved)
             found = ((entry.fqn, find(entry)) for entry in saved)
             into = {fqn: tensor for fqn, tensor in found if tensor is not None}

@@ -43,10 +43,10 @@ from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.loading import install, own_part
 from shardwise.checkpoint.ranks.optimizer import (
+    check_groups,
     destinations,
     inside_of,
     parameter_names,
-    saved_groups,
 )
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
@@ -676,8 +676,7 @@ def _check_target(
     found += [(each.path, each.value) for each in values if each.path[0] == "model"]
     Arrival(model, doing, strict=True).expect(unflatten(found, doing).get("model", {}))
     if optimizer is not None:
-        tree = unflatten([(value.path, value.value) for value in values], doing)
-        list(saved_groups(optimizer, names, tree.get("optimizer", {})))
+        check_groups(optimizer, names, values)
     modules = list(model.modules())
     if not customizes_saving(modules) and not customizes_loading(modules):
         return frozenset(own)

@@ -26,10 +26,12 @@ from shardwise.base.optim_names import (
     parameters_in_order,
     without_wrappers,
 )
-from shardwise.checkpoint.disk.entries import TensorEntry, torch_dtype
+from shardwise.checkpoint.disk.entries import TensorEntry, Value, torch_dtype
+from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_OPTIMIZER = "optimizer"
+STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 _UNNAMED = (
     "; numbers do not tell whose the states are: load the model alone, or save what torch's "
     "get_optimizer_state_dict returns"
@@ -118,16 +120,17 @@ def load_optimizer_tree(
     }
     optimizer.load_state_dict({**tree, STATE: state, GROUPS: groups})
     for name, values in tree.get(STATE, {}).items():
-        if name in params:
-            _keep_dtypes(optimizer, params[name], values, dtypes.get(name))
+        if name in params and isinstance(values, dict):
+            _keep_as_saved(optimizer, params[name], values, dtypes.get(name))
 
 
-def _keep_dtypes(
+def _keep_as_saved(
     optimizer: torch.optim.Optimizer, param: Tensor, saved: Any, dtype: torch.dtype | None
 ) -> None:
-    """Undo casts of a parameter's state to the parameter's dtype that would change what it means.
+    """Undo what torch changes in a parameter's state that it loads, if that changes what it means.
 
-    Torch casts all but steps. That is right only for what had the dtype of its parameter before.
+    It casts all tensors but steps to the parameter's dtype, inside of dicts and lists, too. That is
+    right only for what had the dtype of its parameter before. And it replaces strings.
 
     Args:
         optimizer: an optimizer that has loaded the state.
@@ -138,36 +141,87 @@ def _keep_dtypes(
     held: Any = next(
         (each.state[param] for each in inside_of(optimizer) if param in each.state), {}
     )
-    for key, value in saved.items() if isinstance(saved, dict) and isinstance(held, dict) else ():
-        found = held.get(key)
-        if not (isinstance(value, Tensor) and isinstance(found, Tensor)) or key == STEP:
-            continue
-        follows = value.dtype == dtype or (dtype is None and value.is_floating_point())
-        if found.dtype != value.dtype and found.shape == value.shape and not follows:
-            held[key] = value.to(found.device)
+    for key in held.keys() & saved.keys() if isinstance(held, dict) else ():
+        if key != STEP:
+            held[key] = _as_saved(held[key], saved[key], dtype)
+
+
+def _as_saved(found: Any, saved: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(found, Tensor) and isinstance(saved, Tensor):
+        follows = saved.dtype == dtype or (dtype is None and saved.is_floating_point())
+        differs = found.dtype != saved.dtype and found.shape == saved.shape and not follows
+        return saved.to(found.device) if differs else found
+    if isinstance(found, dict) and isinstance(saved, dict) and found.keys() == saved.keys():
+        return {key: _as_saved(each, saved[key], dtype) for key, each in found.items()}
+    if isinstance(found, list | tuple) and type(saved) is type(found) and len(saved) == len(found):
+        pairs = zip(found, saved, strict=True)
+        return type(saved)(_as_saved(each, old, dtype) for each, old in pairs)
+    return saved if isinstance(found, str) and isinstance(saved, str) else found
 
 
 def saved_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
-) -> Iterator[tuple[list[str], dict[str, Any]]]:
+) -> list[tuple[list[str], dict[str, Any]]]:
     """The names in each parameter group of an optimizer, and the saved group for it.
 
+    Groups belong together if they have the same parameters; those without any, by their order.
+
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the optimizer has other groups than the saved ones.
         ValueError: the optimizer has a parameter that is not one of the model's.
     """
     saved = _groups_by_names(tree)
+    count = sum(map(len, saved.values()))
     order = iter(names_in_order(optimizer, names))
-    for own in optimizer.param_groups:
-        group = [next(order) for _ in own[PARAMS]]
+    own = [[next(order) for _ in group[PARAMS]] for group in optimizer.param_groups]
+    pairs = []
+    for group in own:
         found = saved.get(frozenset(group))
-        if found is None:
+        if not found:
             raise CheckpointError(
-                f"optimizer: found no group among the {len(saved)} saved ones with the same "
-                f"{len(group)} parameters as the one that begins with "
-                f"{group[0] if group else 'nothing'}"
+                f"optimizer: found no group among the {count} saved ones with the same "
+                f"{len(group)} parameters as the one that begins with {_first(group)}"
             )
-        yield group, found
+        pairs.append((group, _in_order(found.pop(0), group)))
+    for group in (each[PARAMS] for rest in saved.values() for each in rest):
+        raise CheckpointError(
+            f"optimizer: found {len(own)} groups, expected the {count} saved ones; none has the "
+            f"same {len(group)} parameters as the saved one that begins with {_first(group)}"
+        )
+    return pairs
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], values: Iterable[Value]
+) -> None:
+    """Check that an optimizer has the saved groups, before anything is loaded into it.
+
+    Args:
+        optimizer: the optimizer.
+        names: names by parameter.
+        values: what was saved beside tensors.
+
+    Raises:
+        CheckpointError: it has others.
+        ValueError: the optimizer has a parameter that is not one of the model's.
+    """
+    groups = [each for each in values if each.path[:2] == (_OPTIMIZER, GROUPS)]
+    # Settings may be lists of which some items are tensors.
+    found = [(each.path, each.value) for each in groups if each.path[3:] in ((), (PARAMS,))]
+    saved_groups(optimizer, names, unflatten(found, _OPTIMIZER).get(_OPTIMIZER, {}))
+
+
+def _first(group: list[str]) -> str:
+    return group[0] if group else "nothing"
+
+
+def _in_order(saved: dict[str, Any], params: list[str]) -> dict[str, Any]:
+    """A saved group with the names that its parameters were given in the order of others."""
+    given = saved.get(NAMES)
+    if not isinstance(given, list) or len(given) != len(params):
+        return saved
+    by_name = dict(zip(saved[PARAMS], given, strict=True))
+    return {**saved, NAMES: [by_name[name] for name in params]}
 
 
 def _together(state: Any, param: Tensor, where: str) -> Any:
@@ -286,16 +340,16 @@ def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
     return placement if fits else Replicate()
 
 
-def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
+def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], list[dict[str, Any]]]:
     groups = tree.get(GROUPS)
     if not isinstance(groups, list):
         raise CheckpointError("optimizer: found no param_groups in the checkpoint")
-    found = {}
+    found: dict[frozenset[str], list[dict[str, Any]]] = {}
     for i, group in enumerate(groups):
         params = group.get(PARAMS) if isinstance(group, dict) else None
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             raise CheckpointError(
                 f"optimizer.param_groups, group {i}: found no list of parameter names"
             )
-        found[frozenset(params)] = group
+        found.setdefault(frozenset(params), []).append(group)
     return found

@@ -14,9 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.base.errors import CheckpointError
-
-#: The key under which the values of all ranks are.
-RANKS = "$ranks"
+from shardwise.checkpoint.disk.values import RANKS
 
 
 @dataclass(frozen=True)

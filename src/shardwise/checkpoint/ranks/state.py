@@ -32,9 +32,9 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     dtype_name,
 )
-from shardwise.checkpoint.disk.values import encode, held_in, leaves
+from shardwise.checkpoint.disk.values import RANKS, encode, held_in, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
-from shardwise.checkpoint.ranks.per_rank import RANKS, LocalValue, PerRank, by_rank
+from shardwise.checkpoint.ranks.per_rank import LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
 from shardwise.sharding.param import forms_of
 from shardwise.sharding.state import groups_of

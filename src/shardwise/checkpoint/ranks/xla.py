@@ -16,20 +16,22 @@ import contextlib
 import copy
 import glob
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
+from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, dtype_name
 from shardwise.checkpoint.disk.strict import refuse, shorten
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats.detect import open_rank_files
@@ -44,9 +46,11 @@ from shardwise.checkpoint.formats.rank_files import (
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 from shardwise.checkpoint.ranks.optimizer import (
+    destinations,
     load_optimizer_tree,
     optimizer_tree,
     parameter_names,
+    saved_groups,
 )
 from shardwise.checkpoint.ranks.state import sharded_state_dict, sharded_state_dicts
 
@@ -89,7 +93,7 @@ def save_rank_checkpoint(
     if optimizer is not None:
         tree = optimizer_tree(optimizer, parameter_names(model, model_state))
         metadata["optimizer_info"] = parts_of(tree)
-        state["optimizer"] = replaced_in(tree, _local)
+        state["optimizer"] = {"state": {}, **replaced_in(tree, _local)}
     with written_beside(path, None, force=force) as partial:
         torch.save(state, partial)
     return path
@@ -121,6 +125,15 @@ def load_rank_checkpoint(
     with _refusing(path):  # a file that was read can be read in one way, and has no code
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     model_state = sharded_state_dict(model)
+    names = parameter_names(model, model_state)
+    tree: dict[str, Any] = {}
+    if optimizer is not None:
+        if state.get("optimizer") is None:
+            raise CheckpointError(f"{path}: contains no optimizer; load it without one")
+        tree = _dict(state["optimizer"], f"{path}, optimizer")
+        with _refusing(path):
+            saved_groups(optimizer, names, tree)  # before anything changes
+            tree = _sharded_optimizer(file, tree, optimizer, names)
     full_state = copy.copy(model_state)  # with the versions of its modules
     full_state.clear()
     for name, each in _dict(state["model"], f"{path}, model").items():
@@ -129,16 +142,13 @@ def load_rank_checkpoint(
         model.load_state_dict(full_state)
     if optimizer is None:
         return
-    if state.get("optimizer") is None:
-        raise CheckpointError(f"{path}: contains no optimizer; load it without one")
-    tree = _sharded_optimizer(file, state["optimizer"], model_state)
     with _refusing(path):
         dtypes = {
             name: each.dtype
             for name, each in state["model"].items()
             if isinstance(each, torch.Tensor)
         }
-        load_optimizer_tree(optimizer, parameter_names(model, model_state), tree, dtypes)
+        load_optimizer_tree(optimizer, names, tree, dtypes)
 
 
 def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
@@ -151,20 +161,51 @@ def _check_same_parts(found: Mapping[str, Any], expected: Mapping[str, Any], whe
     )
 
 
-def _sharded_optimizer(file: RankFile, tree: Any, model_state: Mapping[str, Any]) -> dict[str, Any]:
+def _sharded_optimizer(
+    file: RankFile,
+    tree: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, str],
+) -> dict[str, Any]:
     """The state of the optimizer, with a ``DTensor`` for each shard."""
     where = f"{file.path}, optimizer"
-    state: dict[str, dict[str, Any]] = {}
-    for name, values in _dict(_dict(tree, where).get("state", {}), f"{where}, state").items():
-        if name not in model_state:
+    saved = _dict(tree.get("state", {}), f"{where}, state")
+    params = {name: param for param, name in names.items()}
+    find = destinations(optimizer, names, ())
+
+    def sharded(param: Tensor, path: StatePath, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: sharded(param, (*path, key), each) for key, each in value.items()}
+        part = file.optimizer_parts.get(dotted(path))
+        if isinstance(value, Tensor) and part is not None and part.shape != param.shape:
+            return _placed(find, ("optimizer", *path), value, part)
+        if part is not None or isinstance(value, DTensor):
+            return _wrapped_like(value, param, part)
+        return value
+
+    state: dict[str, Any] = {}
+    for name, values in saved.items():
+        if name not in params:
             refuse(f"{where}, state", name, "the name of a parameter of the model")
-        state[name] = {}
-        for key, value in _dict(values, f"{where}, {name}").items():
-            part = file.optimizer_parts.get(f"state.{name}.{key}")
-            if part is not None or isinstance(value, DTensor):
-                value = _wrapped_like(value, model_state[name], part)
-            state[name][key] = value
+        values = _dict(values, f"{where}, {name}")
+        state[name] = sharded(params[name], ("state", name), values)
     return {**tree, "state": state}
+
+
+def _placed(
+    find: Callable[[TensorEntry], Tensor | None], path: StatePath, local: Tensor, part: TensorSlice
+) -> Tensor:
+    """A shard of a state as the ``DTensor`` that the optimizer needs."""
+    entry = TensorEntry(path, part.shape, dtype_name(local.dtype), "sharded", "", ())
+    made = find(entry)
+    box = None if made is None else Box(*dtensor.chunk_of(made))
+    if made is None or box != part.box:
+        raise CheckpointError(
+            f"{entry.fqn}: found the part {part.box} of {list(part.shape)}, expected {box}, as the "
+            "parameter is sharded; consolidate the files to load it"
+        )
+    dtensor.plain(made).copy_(local)
+    return made
 
 
 def _dict(value: Any, where: str) -> dict[Any, Any]:
@@ -209,11 +250,6 @@ def _wrapped_like(local: Any, like: Any, part: TensorSlice | None = None) -> Any
     local = dtensor.plain(local) if isinstance(local, DTensor) else local
     if not isinstance(like, DTensor) or not isinstance(local, torch.Tensor):
         return local
-    if part is not None and part.shape != tuple(like.shape):
-        raise CheckpointError(
-            f"found state of shape {list(part.shape)} for a parameter of shape {list(like.shape)}; "
-            "consolidate the files to load it"
-        )
     if local.shape != dtensor.local_of(like).shape:
         if part is not None:
             raise CheckpointError(
@@ -241,7 +277,7 @@ def consolidate_sharded_model_checkpoints(
         ckpt_suffix: the end of the files' paths, as a pattern.
         save_path: the file to make; ``<prefix>_consolidated.pth`` if empty. It contains the model's
             state dict under ``model``, and the optimizer's under ``optimizer`` if the files have
-            one.
+            one; and what else they have under ``extra``, by rank where ranks differ.
         save_model: whether to make the file. If so, no more than ``buffer`` bytes are in memory,
             and the returned tensors are read from the file when they are used.
         force: replace an existing file.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ def _written(
         window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
         with written_beside(destination, source, force=force) as partial:
             yield partial, opened, window
+        if everything and opened.left_out:
+            warnings.warn(f"{opened.left_out}; it is left out", stacklevel=4)
 
 
 def _write_hf(folder: Path, source: Source, window: ReadWindow, max_shard_size: int | None) -> None:
