@@ -397,7 +397,7 @@ class MergedAdapters:
             )
         self._model = model
         self._adapter = active_adapter(model)
-        config = copy.copy(model.peft_config[self._adapter])
+        config: Any = copy.copy(model.peft_config[self._adapter])
         if replicated := getattr(config, "layer_replication", None):
             raise CheckpointError(
                 f"layer_replication: found {replicated}, expected none: the merged "
