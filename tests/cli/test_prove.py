@@ -148,6 +148,15 @@ def test_losses_of_nan_neither_agree_nor_are_resumed() -> None:
     ]
 
 
+def test_a_loss_may_cross_zero() -> None:
+    """What is left of it there is rounding, of which a share says nothing."""
+    found = {each: [_outcome(losses=[-2.0, 1e-9], resumed=[1e-9])] for each in (None, *Runtime)}
+    found[Runtime.TORCH] = [_outcome(losses=[-2.0, -3e-9], resumed=[-3e-9])]
+    settings = Settings(mesh=WantedMesh.parse("dp=2"))
+    resumed = {each: [1e-9] for each in Runtime}
+    assert not _failed(proof.compared(found, resumed, {}, settings))
+
+
 def _outcome(**changes: object) -> TrialOutcome:
     values = {"losses": [2.0, 1.0], "resumed": [1.0], "seconds": 0.1, "peak": 100}
     return TrialOutcome(**{**values, **changes})  # type: ignore[arg-type]

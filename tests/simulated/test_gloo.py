@@ -344,6 +344,76 @@ def test_sizes_that_differ_name_both_ranks() -> None:
             shardwise.simulate(part, 2, *sizes)
 
 
+def _bits_of_floats() -> None:
+    dist.all_reduce(torch.ones(2), dist.ReduceOp.BOR)
+
+
+def _gathers_on_nobody() -> None:
+    dist.gather_object("object", None, group_dst=7)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (_bits_of_floats, "all-reduce BOR: found torch.float32, expected integers"),
+        (_gathers_on_nobody, "gather: found rank 7 of the group, expected one of its 2 ranks"),
+    ],
+)
+def test_what_gloo_refuses_is_refused(call: Callable[[], None], found: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=found):
+        shardwise.simulate(call, 2)
+    assert run_ranks(_is_refused, 2, call) == [True, True]
+
+
+def _is_refused(rank: int, world_size: int, call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def _reduces_to_scalars() -> None:
+    _single("reduce_scatter_single", "reduce_scatter_tensor", torch.zeros(()), torch.ones(2))
+
+
+def _negates() -> None:
+    dist.all_reduce(torch.ones(2, 2, dtype=torch.complex64).conj().imag)
+
+
+def _sends_itself() -> None:
+    dist.isend(
+        torch.ones(2),
+        group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+        group_dst=0,
+    )
+
+
+def _receives_nothing_from_anybody() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(0), 1)
+    else:
+        dist.recv(torch.ones(0))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (_reduces_to_scalars, "rank 0, reduce-scatter: found an output without dimensions"),
+        (_negates, "rank 0, all-reduce SUM: found a view of negative or conjugate values"),
+        (_sends_itself, "rank 0, send: found itself, expected another rank"),
+        (_receives_nothing_from_anybody, "rank 1, recv: found a tensor without elements"),
+    ],
+)
+def test_what_gloo_ends_on_or_computes_wrongly_is_refused(
+    call: Callable[[], None], found: str
+) -> None:
+    with pytest.raises(ValueError, match=found):
+        shardwise.simulate(call, 2)
+
+
 def test_overlapping_elements_are_refused() -> None:
     def part() -> None:
         dist.all_reduce(torch.ones(1, 3).expand(2, 3))

@@ -237,6 +237,9 @@ def test_bad_use_is_told() -> None:
     group = shardwise.simulate(lambda: dist.group.WORLD, 2)[0].value
     with pytest.raises(RuntimeError, match="is no rank of this simulated world"):
         group.allreduce([torch.ones(1)]).wait()
+    ranks = shardwise.simulate(_build, 2)
+    with pytest.raises(RuntimeError, match="its simulation has ended: make the model"):
+        shardwise.simulate(lambda: ranks[dist.get_rank()].value(torch.ones(1, 5)), 2)
 
 
 def test_a_process_group_that_exists_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,28 @@ def test_two_threads_update_one_after_the_other() -> None:
     with shardwise.publish(model, "policy") as weights, ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(lambda _: weights.update(), range(8))) == list(range(2, 10))
         assert weights.version == 9
+
+
+def test_a_thread_waits_for_one_that_has_only_begun() -> None:
+    with (
+        shardwise.publish(constant_model(1, size=4), "policy") as weights,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert pool.submit(weights.update).result() == 2  # the thread that had the last turn
+        with weights._turn:
+            update = pool.submit(weights.update)
+            wait([update], timeout=0.1)
+            assert not update.done()
+        assert update.result() == 3
+
+
+def test_an_update_inside_an_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shardwise.publish(constant_model(1, size=4), "policy") as weights:
+        with monkeypatch.context() as patched:
+            patched.setattr(weights._versions, "update", weights.update)  # as a signal handler
+            with pytest.raises(RuntimeError, match="found this thread updating it already"):
+                weights.update()
+        assert weights.update() == 2
 
 
 def test_what_an_interrupted_deletion_has_left_is_removed(tmp_path: Path) -> None:

@@ -205,13 +205,79 @@ def test_the_active_adapter_is_what_is_published_and_saved(tmp_path: Path) -> No
 def test_adapters_are_merged_with_the_scale_that_the_forward_has() -> None:
     model = _adapted(_make("llama"), "plain")
     with shardwise.publish(model, "policy", adapters="merged") as weights:
-        for layer in model.modules():
-            if hasattr(layer, "scale_layer"):
-                layer.scale_layer(0.5)
+        _halve(model)
         weights.update()
         _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
     with pytest.raises(CheckpointError, match=r"q_proj: found adapters scaled by 2, expected 4, "):
         shardwise.publish(model, "policy")
+
+
+def _halve(model: Any) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(0.5)
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr", "AdaLora"])
+def test_other_kinds_are_merged_with_their_scale_too(kind: str) -> None:
+    model = _with_values(_other(kind))
+    _halve(model)
+    with shardwise.publish(model, "policy", adapters="merged"):
+        _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
+    with pytest.raises(CheckpointError, match=r"q_proj: found adapters scaled by"):
+        shardwise.publish(model, "policy")
+
+
+def test_adapters_that_come_later_do_not_disturb_those_that_are_merged() -> None:
+    model = _adapted(_make("llama"), "plain")
+    with shardwise.publish(model, "policy", adapters="merged") as weights:
+        model.add_adapter("late", _lora(target_modules=["k_proj"], modules_to_save=["lm_head"]))
+        weights.update()
+        merged = copy.deepcopy(model).merge_and_unload(adapter_names=["default"])
+        _assert_read(merged.state_dict(), None)
+        model.model.model.layers[0].self_attn.q_proj = _make("llama").lm_head
+        with pytest.raises(CheckpointError, match=r"q_proj.base_layer.weight: found no such"):
+            weights.update()
+
+
+def _another_alpha(model: Any) -> None:
+    model.peft_config["default"].lora_alpha = 99
+
+
+def _another_rank(model: Any) -> None:
+    model.peft_config["default"].rank_pattern = {"q_proj": 3}
+
+
+def _drawn_at_random(model: Any) -> None:
+    model.peft_config["default"].init_lora_weights = "pissa_niter_4"
+
+
+def _a_trained_base(model: Any) -> None:
+    model.model.model.norm.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (_another_alpha, r"q_proj: found adapters scaled by 4, expected 49.5"),
+        (_another_rank, r"q_proj: found adapters of rank 2, expected 3 as in the configuration"),
+        (_drawn_at_random, r"init_lora_weights: found 'pissa_niter_4', expected 'pissa' or"),
+        (_a_trained_base, r"model.norm.weight: found a weight of the base that is trained"),
+    ],
+)
+def test_files_of_adapters_that_give_another_model_are_refused(
+    tmp_path: Path, change: Any, found: str
+) -> None:
+    model = _adapted(_make("llama"), "plain")
+    with shardwise.publish(model, "policy") as weights:
+        change(model)
+        with pytest.raises(CheckpointError, match=found):
+            weights.update()
+    with pytest.raises(CheckpointError, match=found):
+        shardwise.save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    with shardwise.publish(model, "policy", adapters="merged"):
+        _assert_read(copy.deepcopy(model).merge_and_unload().state_dict(), None)
 
 
 def _several_active(model: Any) -> None:
@@ -255,6 +321,9 @@ def test_adapters_that_are_merged_already_are_not_added_again() -> None:
         (lambda: _lora(layer_replication=[(0, 2), (1, 2)]), "layer_replication: found"),
         (lambda: _other("Vera"), "found the buffer vera_A.default of an adapter, expected"),
         (lambda: _other("OFT"), "found the buffer oft_R.default.rows of an adapter, expected"),
+        (lambda: _other("AdaptionPrompt", **_PROMPT), "type ADAPTION_PROMPT, which adds to more"),
+        (lambda: _prompts("PromptTuning"), "found type PROMPT_TUNING, which adds to more than"),
+        (lambda: _prompts("PrefixTuning"), "found type PREFIX_TUNING, which adds to more than"),
         (lambda: _other("Shira"), "adapters of type .*SHIRA on a model without memory; publish"),
     ],
 )
@@ -264,6 +333,15 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(config: Any, found: 
     model = get_peft_model(_make("llama"), config())
     with pytest.raises(CheckpointError, match=found):
         shardwise.publish(model, "policy", adapters="merged")
+
+
+def test_prompts_that_are_disabled_are_not_published() -> None:
+    from peft import get_peft_model
+
+    model = get_peft_model(_make("llama"), _prompts("PromptTuning"))
+    refused = pytest.raises(CheckpointError, match="found them disabled, expected them enabled")
+    with shardwise.publish(model, "policy") as weights, model.disable_adapter(), refused:
+        weights.update()
 
 
 #: Kinds of adapters, and what each needs.
@@ -276,27 +354,43 @@ OTHERS: dict[str, dict[str, Any]] = {
     "LoKr": {},
     "OFT": {},
     "Shira": {"r": 2},
+    "VBLoRA": {"vector_length": 4, "num_vectors": 8, "topk": 2},
     "Vera": {"r": 2},
 }
 _SAVED_APART = ("OFT", "Shira", "Vera")
+_PROMPT: dict[str, Any] = {"adapter_len": 2, "adapter_layers": 1, "target_modules": None}
 
 
-def _other(kind: str) -> Any:
+def _other(kind: str, **more: Any) -> Any:
     import peft
 
-    given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **OTHERS[kind]}
+    own = {**OTHERS.get(kind, {}), **more}
+    given = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **own}
     return getattr(peft, f"{kind}Config")(**given)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_adapters_of_every_kind_are_published_as_peft_saves_and_merges_them(kind: str) -> None:
-    from peft import get_peft_model, get_peft_model_state_dict
+def _prompts(kind: str) -> Any:
+    import peft
 
-    model = get_peft_model(_make("llama"), _other(kind))
+    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def _with_values(config: Any) -> Any:
+    from peft import get_peft_model
+
+    model = get_peft_model(_make("llama"), config)
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
                 param.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_of_every_kind_are_published_as_peft_saves_and_merges_them(kind: str) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = _with_values(_other(kind))
     with shardwise.publish(model, "policy"):
         _assert_read(get_peft_model_state_dict(model), None)
     if kind not in _SAVED_APART:

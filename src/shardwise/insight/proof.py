@@ -67,8 +67,8 @@ from shardwise.sharding.tree import every_tensor_in
 GRADIENTS = {None: 1e-4, PrecisionName.FP32: 1e-4, PrecisionName.BF16: 0.05}
 #: The same of losses, of which each step adds to the differences of the one before.
 LOSSES = {None: 1e-3, PrecisionName.FP32: 1e-3, PrecisionName.BF16: 0.05}
-#: Gradients below this share of the largest one of the model are compared with that share: what is
-#: zero but for rounding has no difference of its own.
+#: Gradients below this share of the largest one of the model are compared with that share, and so
+#: are losses, which may cross zero: what is zero but for rounding has no difference of its own.
 _SMALLEST = 1e-3
 _WARMUP = 2  # steps that are not timed
 _TROUBLE = 1  # the step in which a rank does something else, and the steps after it
@@ -534,8 +534,9 @@ def compared(
 
 def _apart(found: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest difference of losses, as a share."""
+    least = _SMALLEST * max(map(abs, filter(math.isfinite, expected)), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return _largest(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
+    return _largest(abs(a - b) / max(abs(b), least, key=nan_last) for a, b in pairs)
 
 
 def _largest(differences: Iterable[float]) -> float:

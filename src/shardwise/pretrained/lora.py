@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper, get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -244,11 +245,12 @@ def saved_adapters(model: PeftModel) -> SavedModel:
 
     def contents() -> Contents:
         adapter = active_adapter(model)
-        _check_scaling(model, adapter)
+        _check_settings(model, adapter)
+        tensors = tensors_of(model)
         try:
             saved = get_peft_model_state_dict(
                 model,
-                state_dict=tensors_of(model),
+                state_dict=tensors,
                 adapter_name=adapter,
                 save_embedding_layers=False,
             )
@@ -258,6 +260,7 @@ def saved_adapters(model: PeftModel) -> SavedModel:
                 f"{error}: found no such tensor among those of the model, expected all tensors of "
                 f"adapters of type {kind}; save them with the save_pretrained of peft"
             ) from error
+        _check_frozen(model, tensors, saved)
         return Contents({name: check_tensor(tensor, name) for name, tensor in saved.items()})
 
     def write_config(folder: Path) -> None:
@@ -280,6 +283,11 @@ def active_adapter(model: PeftModel) -> str:
         CheckpointError: it computes with none or several, or not with the same one everywhere.
     """
     active = list(model.active_adapters)
+    if not model.has_active_enabled_adapter:  # prompts have no layers that say so
+        raise CheckpointError(
+            "adapters: found them disabled, expected them enabled: what is saved is what a forward "
+            "computes"
+        )
     for path, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer | ModulesToSaveWrapper):
             continue
@@ -301,25 +309,72 @@ def active_adapter(model: PeftModel) -> str:
     return active[0]
 
 
-def _check_scaling(model: PeftModel, adapter: str) -> None:
-    """Check that layers scale an adapter as its configuration says, which is saved beside it.
+def _check_settings(model: PeftModel, adapter: str) -> None:
+    """Check that layers have the rank and scale of the configuration, which is saved beside them.
 
     Raises:
-        CheckpointError: one does not, as after ``scale_layer`` or ``set_scale``.
+        CheckpointError: one does not, as after ``scale_layer``, ``set_scale``, or a change of the
+            configuration; or it draws the base's values at random.
     """
-    config: Any = model.peft_config[adapter]
-    if config.peft_type != PeftType.LORA:  # others have scales of their own
-        return
+    begun = getattr(model.peft_config[adapter], "init_lora_weights", None)
+    if isinstance(begun, str) and begun.startswith("pissa_niter"):
+        raise CheckpointError(
+            f"init_lora_weights: found {begun!r}, expected 'pissa' or another: where peft reads "
+            "these adapters, it changes the base by other random numbers; merge the adapters"
+        )
     for path, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+        if not isinstance(layer, LoraLayer | LycorisLayer) or adapter not in layer.scaling:
             continue
-        rank, found = layer.r[adapter], layer.scaling[adapter]
-        usual = layer.lora_alpha[adapter] / (math.sqrt(rank) if config.use_rslora else rank)
-        if not math.isclose(found, usual):
+        rank, usual = _settings(model, adapter, path, layer)
+        if layer.r[adapter] != rank:
+            raise CheckpointError(
+                f"{path}: found adapters of rank {layer.r[adapter]}, expected {rank} as in the "
+                "configuration, which was changed since; files of peft have no other"
+            )
+        if not math.isclose(found := layer.scaling[adapter], usual):
             raise CheckpointError(
                 f"{path}: found adapters scaled by {found:g}, expected {usual:g}, which follows "
                 "from alpha and r: files of peft keep no other; undo it with unscale_layer, or "
                 "merge the adapters"
+            )
+
+
+def _settings(
+    model: PeftModel, adapter: str, path: str, layer: LoraLayer | LycorisLayer
+) -> tuple[int, float]:
+    """The rank and scale that peft gives a layer when it reads the configuration."""
+    config: Any = model.peft_config[adapter]
+    rank: int = layer.r[adapter]
+    if isinstance(layer, LycorisLayer):
+        return rank, layer.alpha[adapter] / rank
+    if config.peft_type == PeftType.ADALORA:
+        return rank, config.lora_alpha if config.lora_alpha > 0 else rank
+    name = _without_wrappers(path)
+    if parameter := getattr(layer, "parameter_name", None):
+        name = f"{name}.{parameter}"
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _check_frozen(
+    model: PeftModel, tensors: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
+) -> None:
+    """Check that no weights are trained but those that are saved.
+
+    Raises:
+        CheckpointError: one of the base is trained, and files of adapters have no place for it.
+    """
+    kept = {id(tensor) for tensor in saved.values()}
+    own = own_tensors(model)
+    for name in plain_names(model):
+        if not name.startswith("base_model.") or ".modules_to_save." in name:
+            continue  # prompts, and copies of which the active adapter's are saved
+        if own[name].requires_grad and id(tensors[name]) not in kept:
+            raise CheckpointError(
+                f"{name}: found a weight of the base that is trained, expected it frozen, or in "
+                "modules_to_save: files of adapters have no place for it; merge the adapters, or "
+                "call requires_grad_(False) on it if it was not trained"
             )
 
 
@@ -342,18 +397,15 @@ class MergedAdapters:
             )
         self._model = model
         self._adapter = active_adapter(model)
-        config = copy.copy(model.peft_config[self._adapter])
+        config: Any = copy.copy(model.peft_config[self._adapter])
         if replicated := getattr(config, "layer_replication", None):
             raise CheckpointError(
                 f"layer_replication: found {replicated}, expected none: the merged "
                 "model has other layers than its base; publish the adapters alone"
             )
-        # Copies that are trained in full count only as the active adapter has them: see _replaced.
-        names = plain_names(model).items()
-        self._names = {name: plain for name, plain in names if ".modules_to_save." not in name}
         base = hf.inner_model(model)
         plain = hf.build(fsdp.original_class(base), copy.deepcopy(base.config), torch.float32)
-        tied = ties(plain)
+        tied, of_base = ties(plain), own_tensors(plain).keys()
         why = f"peft cannot put adapters of type {config.peft_type} on a model without memory"
         with explaining(f"{why}; publish the adapters alone", CheckpointError):
             adapted = opening.with_adapters(plain, config, "model", self._adapter)
@@ -362,6 +414,17 @@ class MergedAdapters:
         for name, (layer, inside) in merged.items():
             self._layers.setdefault(layer, {})[inside] = name
         self._changed = merged.keys() | self._replaced.keys()
+        used = {*self._replaced.values()}
+        used |= {source for layer in self._layers for source in layer.sources.values()}
+        named = dict(adapted.named_parameters(remove_duplicate=False))
+        plain_of = plain_names(adapted)
+        # What several layers share is beside them, in no module of the plain model.
+        self._beside = {name for name in named if plain_of.get(name) not in of_base}
+        if not {id(named[name]) for name in self._beside} <= {id(named[name]) for name in used}:
+            raise CheckpointError(
+                f"adapters: found type {config.peft_type.value}, which adds to more than the "
+                "weights of layers, expected one that can be merged; publish the adapters alone"
+            )
         for name in sorted(self._changed & tied.keys()):
             raise CheckpointError(
                 f"{name}: found adapters on a weight that is tied to "
@@ -373,10 +436,12 @@ class MergedAdapters:
         self._check()
         found = tensors_of(self._model)
         secondary = hf.tied_names(hf.inner_model(self._model))
+        # Copies that are trained in full count only as the active adapter has them.
         kept = {
             plain: found[name]
-            for name, plain in self._names.items()
+            for name, plain in plain_names(self._model).items()
             if plain not in self._changed and plain not in secondary
+            if name not in self._beside and ".modules_to_save." not in name
         }
         kept |= {plain: found[name] for plain, name in self._replaced.items()}
         return kept, [self._merge(layer, names, found) for layer, names in self._layers.items()]
@@ -404,6 +469,12 @@ class MergedAdapters:
         names: Mapping[str, str],
         found: Mapping[str, torch.Tensor],
     ) -> Conversion:
+        for name in layer.sources.values():
+            if name not in found:
+                raise CheckpointError(
+                    f"{name}: found no such tensor, expected those that "
+                    f"{self._adapter} alone gives a model; remove other adapters"
+                )
         sources = {name: found[name] for name in layer.sources.values()}
 
         def convert(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -424,5 +495,5 @@ class MergedAdapters:
         """Scale the adapter of a layer as the trained model does, which may have changed it."""
         own = self._model.get_submodule(layer.name)
         for to, like in zip(wrappers(layer.module), wrappers(own), strict=True):
-            if isinstance(like, LoraLayer):
-                to.scaling.update(like.scaling)
+            if isinstance(scaling := getattr(like, "scaling", None), dict):
+                to.scaling.update(scaling)

@@ -87,6 +87,12 @@ def check(rank: int, name: str, tensors: Sequence[torch.Tensor], memory: MemoryF
                 f"rank {rank}, {name}: found {tensor.dtype}, which gloo does not take on CPUs. "
                 "Send it as bytes: tensor.view(torch.uint8)"
             )
+        if memory is not MemoryFormat.ANY and (tensor.is_neg() or tensor.is_conj()):
+            raise ValueError(
+                f"rank {rank}, {name}: found a view of negative or conjugate values, expected "
+                "memory that holds them: gloo would use what the memory holds. Use "
+                "tensor.resolve_neg().resolve_conj(), and copy the result back"
+            )
         is_taken = (
             memory is MemoryFormat.ANY
             or tensor.is_contiguous()

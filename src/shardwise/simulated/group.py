@@ -328,10 +328,28 @@ class SimulatedGroup(_ProcessGroup):
         memory: MemoryFormat = MemoryFormat.ANY,
     ) -> SimulatedWork:
         """Take part, with what one rank gets from the root; or from all, if there is none."""
+        self._check_place(name, *root)
         self._check(name, alike, memory)
         sources = root or (self._everybody if into else ())
         work = SimulatedWork(name, alike, parts, into, sources, reduction, self.label, memory)
         return self.channel.post(self._place, work)
+
+    def _check_place(self, name: str, *places: int) -> None:
+        """Check that there are such ranks in the group."""
+        for place in places:
+            if not 0 <= place < len(self._everybody):
+                raise ValueError(
+                    f"rank {self.channel.members[self._place]}, {name}: found rank {place} of the "
+                    f"group, expected one of its {len(self._everybody)} ranks"
+                )
+
+    def _check_another(self, name: str, place: int) -> None:
+        """Check that a message is not for the rank that sends it."""
+        if place == self._place:
+            raise ValueError(
+                f"rank {self.channel.members[place]}, {name}: found itself, expected another rank; "
+                "gloo sends no rank its own messages"
+            )
 
     def _check(self, name: str, tensors: Tensors, memory: MemoryFormat) -> None:
         """Check what this rank hands to a collective."""
@@ -360,6 +378,12 @@ class SimulatedGroup(_ProcessGroup):
             raise TypeError(
                 f"rank {self.channel.members[self._place]}, {name} AVG: found {whole[0]}, expected "
                 "floating-point values. gloo averages no others: use SUM, and divide"
+            )
+        parted = [each.dtype for each in alike if each.is_floating_point() or each.is_complex()]
+        if kind in ("BAND", "BOR", "BXOR") and parted:
+            raise TypeError(
+                f"rank {self.channel.members[self._place]}, {name} {kind}: found {parted[0]}, "
+                "expected integers or booleans"
             )
         if isinstance(reduction, Extreme) and chunks > 1:
             reduction = replace(reduction, chunk=self._place, chunks=chunks)
@@ -392,6 +416,7 @@ class SimulatedGroup(_ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimulatedWork:
         """Reduce tensors on one rank."""
+        self._check_place("reduce", opts.rootRank)
         into = tensors if opts.rootRank == self._place else ()
         return self._reduce("reduce", opts, tensors, self._for_all(tensors), into)
 
@@ -430,6 +455,7 @@ class SimulatedGroup(_ProcessGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SimulatedWork:
         """Gather tensors on one rank."""
+        self._check_place("gather", opts.rootRank)
         into = [*chain.from_iterable(_by_rank(outputs))] if opts.rootRank == self._place else ()
         return self._post(f"gather on {opts.rootRank}", inputs, self._for_all(inputs), into)
 
@@ -462,7 +488,12 @@ class SimulatedGroup(_ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> SimulatedWork:
         """Reduce tensors, of each of which each rank gets a part; gloo copies those with gaps."""
-        given = [each if is_dense(each) else each.contiguous() for each in inputs]
+        if not all(each.ndim for each in outputs):
+            raise ValueError(
+                f"rank {self.channel.members[self._place]}, reduce-scatter: found an output "
+                "without dimensions, expected one of shape (1,): gloo ends the process"
+            )
+        given = [(each if is_dense(each) else each.contiguous()).resolve_neg() for each in inputs]
         parts, chunks = self._rows([each.contiguous() for each in inputs]), len(self._everybody)
         return self._reduce("reduce-scatter", opts, given, parts, outputs, chunks=chunks)
 
@@ -493,6 +524,7 @@ class SimulatedGroup(_ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int) -> SimulatedWork:
         """Send tensors to a rank of the group; they leave at once."""
         self._check("send", tensors, MemoryFormat.CONTIGUOUS)
+        self._check_another("send", to)
         sent = SimulatedWork("message", parts=[(), [each.detach().clone() for each in tensors]])
         sent.is_over = True
         return self.channel.messages(self._place, to, tag).post(0, sent)
@@ -500,12 +532,18 @@ class SimulatedGroup(_ProcessGroup):
     def recv(self, tensors: Tensors, source: int, tag: int) -> SimulatedWork:
         """Receive tensors from a rank of the group."""
         self._check("recv", tensors, MemoryFormat.CONTIGUOUS)
+        self._check_another("recv", source)
         awaited = SimulatedWork("message", into=tensors, sources=[0])
         awaited.sender = source
         return self.channel.messages(source, self._place, tag).post(1, awaited)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
         """Receive tensors from any rank of the group."""
+        if not all(each.numel() for each in tensors):
+            raise ValueError(
+                f"rank {self.channel.members[self._place]}, recv: found a tensor without elements, "
+                "expected a source for it: gloo receives none from any rank"
+            )
         return self.recv(tensors, self.channel.sender(self._place, tag), tag)
 
     # Their names before torch 2.13.

@@ -79,7 +79,7 @@ class RankTurns:
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} is no rank of this simulated world of "
                 f"{self.world_size}: call what communicates in a function given to simulate(), or "
-                "to run() of a simulation, and not in another thread"
+                "to run() of a simulation, and not in another thread or another simulation"
             )
         return found
 

@@ -45,6 +45,10 @@ PROBE_TAG = 2**30
 WARNING_SECONDS = 30.0
 
 _HUNG_UP = "shardwise/hung-up"
+_DESTROYED = (
+    "the process group has been destroyed, or its simulation has ended: make the model, its "
+    "optimizer and what else communicates anew, in the world that there is now"
+)
 #: Words by which backends report a broken or silent connection, as opposed to wrong arguments.
 _SIGNS = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "network")
 #: Seconds of waiting after which ranks check that they wait for the same collective.
@@ -140,13 +144,20 @@ class Peers:
         """
         group = self._group_ref()
         if group is None:
-            raise RuntimeError("the process group has been destroyed")
+            raise RuntimeError(_DESTROYED)
         return group
 
     @property
     def members(self) -> list[int]:
-        """The ranks of the group as ranks of the default group, in the order of the group."""
-        return dist.get_process_group_ranks(self.group)
+        """The ranks of the group as ranks of the default group, in the order of the group.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        try:
+            return dist.get_process_group_ranks(self.group)
+        except KeyError:
+            raise RuntimeError(_DESTROYED) from None
 
     @property
     def store(self) -> Any:

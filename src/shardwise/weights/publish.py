@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +113,8 @@ class Publication(Closing):
         self._versions = versions
         self._process = os.getpid()
         self._is_closed = False
-        self._turn = threading.Lock()
-        self._thread: int | None = None  # that has the turn, or has had it
+        self._turn = threading.RLock()  # other threads wait
+        self._has_turn = False  # a thread, which would not wait for itself
 
     @property
     def version(self) -> int:
@@ -140,9 +142,7 @@ class Publication(Closing):
                 f"publication: found it in process {os.getpid()}, expected process {self._process},"
                 " which was forked; update there, or publish under another name"
             )
-        self._check_turn()
-        with self._turn:  # other threads wait
-            self._thread = threading.get_ident()
+        with self._own_turn():
             if self._is_closed:
                 raise ValueError(
                     "publication: found it closed, expected an open one; publish again"
@@ -156,17 +156,22 @@ class Publication(Closing):
     def close(self) -> None:
         """Publish no more. Versions in memory vanish once nobody reads them, folders stay."""
         if self._process != os.getpid():  # where no thread is updating
-            self._turn = threading.Lock()
-        self._check_turn()
-        with self._turn:
-            self._thread = threading.get_ident()
+            self._turn, self._has_turn = threading.RLock(), False
+        with self._own_turn():
             self._versions.close()  # which may be interrupted, and called again
             self._is_closed = True
 
-    def _check_turn(self) -> None:
-        """Check that this thread does not wait for itself."""
-        if self._turn.locked() and self._thread == threading.get_ident():
-            raise RuntimeError(
-                "publication: found this thread updating it already, expected one update after the "
-                "other; let a signal handler set a flag, and update between steps"
-            )
+    @contextlib.contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Let threads update one after the other, and none inside its own update."""
+        with self._turn:
+            if self._has_turn:
+                raise RuntimeError(
+                    "publication: found this thread updating it already, expected one update after "
+                    "the other; let a signal handler set a flag, and update between steps"
+                )
+            self._has_turn = True
+            try:
+                yield
+            finally:
+                self._has_turn = False
