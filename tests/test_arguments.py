@@ -23,7 +23,7 @@ from shardwise.base.arguments import _expected, _fits, check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import transfer
 from shardwise.diloco import Quorum, QuorumServer
-from shardwise.frontends.pretrained.api import save_pretrained
+from shardwise.pretrained.api import save_pretrained
 from shardwise.transport.wire import Wire
 from shardwise.weights.sglang import SGLangServer
 from tests.worlds import on_processes
