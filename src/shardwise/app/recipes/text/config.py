@@ -258,7 +258,7 @@ class LmConfig(RecipeConfig):
         settings = self._check(world)
         needed = ["transformers", *(["peft"] if self.lora is not None else [])]
         if self.base is not None:
-            require_installed(f"--base {self.base.value}", ["bitsandbytes"], self.base.value)
+            require_installed(f"--base {self.base.value}", ["bitsandbytes"])
         check_extras(needed, self.train.output.logs)
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 

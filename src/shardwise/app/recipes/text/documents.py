@@ -118,7 +118,7 @@ def find_documents(
         UserError: a package that reads them is not installed.
     """
     why = f"--tokenizer {tokenizer}, with which {option} is read as documents," if tokenizer else ""
-    require_installed(why or f"streaming {option}", ["datasets"], "data")
+    require_installed(why or f"streaming {option}", ["datasets"])
     held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
@@ -135,7 +135,7 @@ def find_documents(
     for file in files:
         package = _COMPRESSED.get(file.suffix)
         if package is not None:
-            require_installed(f"streaming {file.name}", [package], "data")
+            require_installed(f"streaming {file.name}", [package])
     name = ", ".join(paths) or "the Python standard library's source"
     return Documents(name, next(iter(builders)), None, tuple(files), tokenizer, validation=held)
 
