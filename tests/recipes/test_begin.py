@@ -206,5 +206,5 @@ def test_tensorboard_is_needed_only_where_it_writes(monkeypatch: pytest.MonkeyPa
     check_extras(["json"], [LogName.JSONL])
     with pytest.raises(UserError, match="training needs tensorboard, not"):
         check_extras(["json"], [LogName.TENSORBOARD])
-    with pytest.raises(UserError, match="pip install pillow$"):
+    with pytest.raises(UserError, match=r"pip install pillow$"):
         check_extras(["PIL"])

@@ -25,7 +25,6 @@ from shardwise.base.units import listed
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.arrival import check_scaled
@@ -35,7 +34,7 @@ from shardwise.checkpoint.ranks.state import own_tensors, reshard
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
-from shardwise.frontends.pretrained.building import Name, find
+from shardwise.frontends.pretrained.building import Name, find, open_weights
 from shardwise.frontends.pretrained.four_bits import four_bit_layers
 from shardwise.frontends.pretrained.pieced import Pieced
 from shardwise.sharding.allocate import allocate, compute_device
@@ -168,7 +167,7 @@ def _load(
         plain = names.get(f"{path}.codes", f"{path}.codes").removesuffix("codes") + "weight"
         packed |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), plain)
     names = {**names, **packed}
-    with open_source(where) as source, torch.no_grad():
+    with open_weights(where) as source, torch.no_grad():
         conversions = hf.Conversions(inner, {names.get(n, n) for n in state})
         plan = plan_filling(conversions, source)
         found: dict[str, str] = {}  # name in the model -> the plain name that it is found under

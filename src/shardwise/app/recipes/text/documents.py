@@ -32,6 +32,7 @@ from shardwise.app.recipes.core.installed import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
 from shardwise.base.units import counted, one_line
 from shardwise.elastic.errors import UserError
+from shardwise.frontends.pretrained.opening import hub_is_away
 from shardwise.insight.schema.option import OptionError
 
 HUB = "hf:"
@@ -300,6 +301,12 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
         given = {"data_files": {"train": [str(file) for file in documents.files]}}
         if documents.builder == "text":
             given["sample_by"] = "paragraph"
+    here = bool(documents.files) or Path(documents.builder).exists()
+    if not here and hub_is_away():
+        raise ConnectionLostError(
+            f"--data: {documents.name} cannot be opened: the hub cannot be reached; the hub needs "
+            "the network, local files do not"
+        )
     try:
         builder = datasets.load_dataset_builder(documents.builder, **given)
         loaded: Mapping[str, Any] = builder.as_streaming_dataset()
@@ -310,7 +317,7 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
         ) from error
     if "train" not in loaded:
         raise OptionError("--data", f"{documents.name} with splits {list(loaded)}", "a split train")
-    if not documents.files and not Path(documents.builder).exists():
+    if not here:
         return loaded, builder.hash, ()
     files = (builder.config.data_files or {}).get("train", ())
     return loaded, None, [Path(file).stat().st_size for file in files if Path(file).is_file()]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer
 
 from shardwise import fully_shard
-from shardwise.app.recipes.core.model import Sampling, generate_tokens
+from shardwise.app.recipes.core.model import Sampling, end_tokens, generate_tokens
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
@@ -24,7 +24,7 @@ from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.elastic.errors import UserError, say
 from shardwise.frontends import pretrained
 from shardwise.frontends.pretrained import opening
-from shardwise.frontends.pretrained.building import find
+from shardwise.frontends.pretrained.building import find, find_adapters
 from shardwise.frontends.wrap import AUTO, apply_wrap
 from shardwise.insight.planning.presets import longest_sequence
 
@@ -107,7 +107,7 @@ def _generate(request: Request, device: torch.device) -> None:
         vocab_size=min(1 + max(ids), rows),
         window=window,
         device=device,
-        stop=_ends(model, tokenizer),
+        stop=end_tokens(model, tokenizer),
     )
     if not first:
         for _ in tokens:
@@ -147,6 +147,10 @@ def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
         runs += folders_of(find_checkpoint(where))
     run = next((RunDir(each) for each in runs if RunDir(each).run_json.is_file()), None)
     folder = find_tokenizer(where)
+    if folder is None and (adapters := find_adapters(where)) is not None:
+        from shardwise.frontends.pretrained.merging import find_base  # imports peft
+
+        folder = find_tokenizer(find_base(adapters))
     if folder is None and run is not None:  # it began before runs kept their tokenizers
         name = str(run.read("SRC").get("data", {}).get("tokenizer", "bytes"))
         return byte_tokenizer() if name == "bytes" else opening.tokenizer(name), run
@@ -180,13 +184,6 @@ def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
         plain = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
         return [*begin, *map(int, plain)]
     return [int(token) for token in tokenizer(request.prompt)["input_ids"]] or begin
-
-
-def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a text, by the tokenizer and by the model's generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)
 
 
 class _Words(TextStreamer):
