@@ -86,7 +86,7 @@ class RankOutput:
         self._prefix = f"[rank {rank}] "
         self._shown = [(getattr(sys, name), Lines(folder / f"{name}.log")) for name in shown]
         self._hidden = [folder / f"{name}.log" for name in _STREAMS if name not in shown]
-        self._redrawn_at = 0.0
+        self._redrawn_at = time.monotonic()
 
     def show(self) -> None:
         """Show what is new, in whole lines; of a progress bar a line now and then."""

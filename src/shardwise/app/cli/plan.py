@@ -33,7 +33,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError
-from shardwise.insight.planning.presets import MODELS, ModelError, find_settings
+from shardwise.insight.planning.presets import MODELS, ModelError, find_settings, is_code
 from shardwise.insight.planning.settings import (
     MACHINE,
     MOST_RANKS,
@@ -101,7 +101,7 @@ MODEL_ARGUMENT = keyword_only(
         NameArgument(
             metavar="MODEL",
             help=f"{', '.join(MODELS)}; the path of a config.json of transformers; or "
-            "package.module:name of a function in code that makes a module.",
+            "package.module:function or FILE.py:function in code, which makes a module.",
         ),
     ],
 )
@@ -157,7 +157,7 @@ class PlanConfig(Config):
         with reporting():
             mesh = WantedMesh.parse(self.mesh, MOST_RANKS)
             settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)
-            if ":" not in model:
+            if not is_code(model):
                 find_settings(model)  # before torch is imported
             if self.compare:
                 self._compare(model, settings)
