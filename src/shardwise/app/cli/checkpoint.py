@@ -15,14 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 from typer import Option
@@ -38,13 +30,14 @@ from shardwise.app.cli.options import (
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import CheckpointError
 from shardwise.base.ordering import nan_last
+from shardwise.base.progress import progress
 from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.entries import StatePath
-    from shardwise.checkpoint.formats.source import Source, Watch
+    from shardwise.checkpoint.formats.source import Source
     from shardwise.checkpoint.tools.diff import Difference
     from shardwise.checkpoint.tools.survey import Damage, Listed
 
@@ -148,8 +141,8 @@ def verify(path: Checkpoint, buffer: Buffer = DEFAULT_BUFFER, json: Json = False
         skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
             raise UserError(f"{path}: found a format without checksums, expected shardwise's own")
-        with _progress("verifying") as watch:
-            damages = list(run(path, buffer=buffer, watch=watch))
+        with progress("verifying", unit="bytes") as work:
+            damages = list(run(path, buffer=buffer, watch=work.of))
     _show_damages(path, damages, json=json)
     for each in skipped:
         text = f"warning: {each.path} is newer but not complete: {each.problem}"
@@ -190,9 +183,9 @@ def diff(
         reporting_errors(),
         open_source(existing(first)) as a,
         open_source(existing(second)) as b,
-        _progress("comparing") as watch,
+        progress("comparing", unit="bytes") as work,
     ):
-        found = list(differences(a, b, buffer=buffer, watch=watch))
+        found = list(differences(a, b, buffer=buffer, watch=work.of))
     _show_differences(a.where, b.where, found, layers=layers, json=json)
     if found:
         raise typer.Exit(1)
@@ -295,37 +288,12 @@ _MOST_DAMAGES = 20
 _WIDE = 10_000  # columns of a list that is not shown in a terminal: each checkpoint on a line
 
 
-@contextlib.contextmanager
-def _progress(doing: str) -> Iterator[Watch]:
-    """Show a progress bar if stderr is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda total: lambda moved: None
-        return
-    narrow = console.width < 76
-    with Progress(
-        TextColumn(doing),
-        BarColumn(bar_width=None),
-        DownloadColumn(),
-        *([] if narrow else [TransferSpeedColumn(), TimeRemainingColumn()]),
-        console=console,
-        expand=True,
-        transient=True,
-    ) as bar:
-
-        def watch(total: int) -> Any:
-            task = bar.add_task(doing, total=total)
-            return lambda moved: bar.update(task, advance=moved)
-
-        yield watch
-
-
 def _write(
     doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
 ) -> None:
     """Write a checkpoint in another form, and show what was written."""
-    with reporting_errors(), _progress(doing) as watch:
-        run(src, dst, *more, watch=watch, **options)
+    with reporting_errors(), progress(doing, unit="bytes") as work:
+        run(src, dst, *more, watch=work.of, **options)
     _show_written(dst)
 
 

@@ -28,8 +28,9 @@ from shardwise.app.cli.options import (
 )
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import NotPossibleError
+from shardwise.base.progress import progress
 from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
+from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError
@@ -165,6 +166,7 @@ class PlanConfig(Config):
             plan = self._plan(model, settings, limit)
         if self.html is not None:
             plan.to_html(self.html)
+            say(f"written to {self.html}")
         if self.json:
             print(json_module.dumps(plan.to_json(), separators=(",", ":")))
         elif self.html is None:
@@ -200,6 +202,10 @@ class PlanConfig(Config):
             raise OptionError("--fit", self.fit, expected) from None
 
     def _plan(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
+        with progress(f"planning for {model}"):
+            return self._planned(model, settings, limit)
+
+    def _planned(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
         with importing():  # here, and not before: it takes seconds, as building a model does
             from shardwise.insight.planning.api import (
                 find_machine,

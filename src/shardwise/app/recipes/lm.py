@@ -39,7 +39,8 @@ from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import listed, printable
+from shardwise.base.progress import progress
+from shardwise.base.units import binary_size, listed, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
 from shardwise.insight.blueprint import Blueprint
@@ -66,7 +67,8 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     if config.pretrained is None:
         initialize(model, train.seed)
     else:
-        introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
+        with _reading(config.pretrained, place):
+            introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
     if adapters is not None:
         frozen, how = adapters.decide(sharded, place)
         gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
@@ -143,6 +145,16 @@ def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
     from shardwise.app.recipes.text.adapters import Adapters
 
     return Adapters(model, config)
+
+
+@contextlib.contextmanager
+def _reading(name: str, place: TrainContext) -> Iterator[None]:
+    """Say on rank 0 that weights are read, if it takes long."""
+    size = sum(file.stat().st_size for file in Path(name).glob("**/*.safetensors"))
+    sized = f", {binary_size(size)}" if size else ""
+    is_first = place.world.rank == 0
+    with progress(f"reading {name}{sized}") if is_first else contextlib.nullcontext():
+        yield
 
 
 def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:

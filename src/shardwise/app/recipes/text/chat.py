@@ -40,6 +40,7 @@ import xxhash
 
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files, read_bytes
 from shardwise.base.errors import CheckpointError
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
 from shardwise.elastic.errors import UserError
@@ -295,14 +296,18 @@ def _scan(option: str, paths: Sequence[str]) -> tuple[ChatLines, array[int], str
     """Return the lines of files, the hash of each line, and one of all files."""
     files = find_files(paths, option)
     lines, hashes, digest = ChatLines(option, files), array("Q"), xxhash.xxh3_64()
-    for which, path in enumerate(files):
-        if path.suffix in _COMPRESSED:
-            raise OptionError(option, f"{path}, which is compressed", "an uncompressed .jsonl file")
-        for number, offset, line in _lines_of(option, path):
-            parse_chat(line, _where(option, path, number))
-            lines.add(which, number, offset, len(line))
-            hashes.append(xxhash.xxh3_64_intdigest(line.strip()))
-            digest.update(line)
+    size = sum(path.stat().st_size for path in files)
+    with progress(f"checking the chats of {', '.join(paths)}", size, "bytes") as work:
+        for which, path in enumerate(files):
+            if path.suffix in _COMPRESSED:
+                found = f"{path}, which is compressed"
+                raise OptionError(option, found, "an uncompressed .jsonl file")
+            for number, offset, line in _lines_of(option, path):
+                parse_chat(line, _where(option, path, number))
+                lines.add(which, number, offset, len(line))
+                hashes.append(xxhash.xxh3_64_intdigest(line.strip()))
+                digest.update(line)
+                work.moved(len(line))
     if not len(lines):
         raise OptionError(option, f"no chats in {', '.join(paths)}", "one JSON object per line")
     return lines, hashes, digest.hexdigest()
