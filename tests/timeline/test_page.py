@@ -69,7 +69,7 @@ def test_the_page_says_what_happened_without_scripts() -> None:
     assert not found.fetched
     for words in (
         *("A step takes 12.0 s", "9.00 s were predicted", "step 5", "step 6", "slowest"),
-        *("rank 1, which came late", "predicted", "gradients", "2.0 MB"),
+        *("rank 1, which came late", "predicted", "gradients", "1.91 MiB"),
     ):
         assert words in found.words, words
 

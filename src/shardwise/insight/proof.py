@@ -41,7 +41,6 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import RankFailedError, RanksDivergedError
 from shardwise.base.html import document, escape
-from shardwise.base.lazy import resource
 from shardwise.base.ordering import nan_last
 from shardwise.base.units import binary_size, seconds, version_of
 from shardwise.checkpoint.disk.files import replace_file
@@ -450,12 +449,11 @@ class Proof:
         body = (
             f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p>"
             f"<p>{escape(self.made)}</p></header>",
-            f'<div class="proof">{self._table.for_page()}</div>',
+            self._table.for_page(),
             "<h2>Gradients</h2>",
             grads.for_page(),
         )
-        page = document(f"Proof of {self.model}", body, resource(__name__, "proof.css"))
-        replace_file(path, page.encode())
+        replace_file(path, document(f"Proof of {self.model}", body).encode())
 
     @property
     def _verdict(self) -> str:

@@ -31,7 +31,7 @@ from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import CheckpointError
 from shardwise.base.ordering import nan_last
 from shardwise.base.progress import progress
-from shardwise.base.units import brief_size, counted, printable, show
+from shardwise.base.units import binary_size, counted, printable, show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
@@ -309,7 +309,7 @@ def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:
     for each in found:
         table.add_row(
             _text(each.path.name if each.step is None else str(each.step)),
-            Text(brief_size(each.nbytes)),
+            Text(binary_size(each.nbytes)),
             Text("incomplete", style="red") if each.problem else Text("complete", style="green"),
             *map(
                 _text,
@@ -382,7 +382,7 @@ def _print_section(
     total = sum(source.tensors[path].nbytes for path in paths)
     numel = sum(source.tensors[path].numel for path in paths)
     console.print()
-    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {brief_size(total)}"
+    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {binary_size(total)}"
     console.print(Text(title, style="bold"))
     sharded = any(path in source.placements for path in paths)
     table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
@@ -479,7 +479,7 @@ def _show_written(path: Path) -> None:
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)
     what = "" if path.is_file() else f" in {counted(files, 'file')}"
-    show(f"wrote {path}: {brief_size(size)}{what}")
+    show(f"wrote {path}: {binary_size(size)}{what}")
     if not path.is_dir() or format_of(path) is not Format.HF:
         return
     if not (path / CONFIG).exists():
