@@ -382,7 +382,7 @@ class ProofCell:
         return cls(text, Holds.YES if condition else Holds.NO)
 
     def __str__(self) -> str:
-        return f"{self.text} FAILS" if self.holds is Holds.NO else self.text
+        return f"{self.text} !" if self.holds is Holds.NO else self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,10 +467,10 @@ class Proof:
         rows = []
         for name, row in self.rows.items():
             said = {each.holds for each in row} - {Holds.SHOWN}
-            verdict = "FAILS" if Holds.NO in said else "passes" if said else ""
-            rows.append((verdict, name, *map(str, row), self.bounds.get(name, "")))
-        heads = ("", "", "one process", *(each.value for each in _SHARDED), "promised")
-        return Cells(heads, rows, words=2)
+            verdict = "FAILS" if Holds.NO in said else "ok" if said else ""
+            promised = f"{verdict} {self.bounds.get(name, '')}".strip()
+            rows.append((name.partition(":")[0], *map(str, row), promised))
+        return Cells(("", "one process", *(each.value for each in _SHARDED), "promised"), rows)
 
 
 def prove(
@@ -580,7 +580,7 @@ def compared(
         yield f"loss of step {1 + step % len(one)}", row(cells)
     yield "losses differ by", shares({each: _apart(losses[each], one) for each in sharded})
     grads = {each: _largest(found[each][0].differences.values()) for each in sharded}
-    yield "gradients of step 1 differ by", shares(grads, GRADIENTS[settings.compute_dtype])
+    yield "gradients differ by", shares(grads, GRADIENTS[settings.compute_dtype])
     same = {
         each: all(_apart(rank.resumed, rank.losses[-len(rank.resumed) :]) == 0 for rank in ranks)
         for each, ranks in found.items()
@@ -589,7 +589,7 @@ def compared(
     cells = {each: ProofCell.check(words[alike], alike) for each, alike in same.items()}
     yield "resumed from a checkpoint", row(cells)
     off = {each: _apart(again, one[-len(again) :]) for each, again in resumed.items()}
-    yield "resumed on one process, off by", shares(off)
+    yield "resumed on one, off by", shares(off)
     peaks = {each: max(rank.peak for rank in ranks) for each, ranks in found.items()}
     cells = {each: ProofCell(binary_size(peak)) for each, peak in peaks.items()}
     yield "memory of tensors at most", row(cells)
@@ -610,10 +610,10 @@ def bounds_of(settings: Settings) -> dict[str, str]:
     losses, in_time = f"≤ {LOSSES[dtype]:g}", f"< {_PATIENCE:g} s"
     return {
         "losses differ by": losses,
-        "gradients of step 1 differ by": f"≤ {GRADIENTS[dtype]:g}",
+        "gradients differ by": f"≤ {GRADIENTS[dtype]:g}",
         "resumed from a checkpoint": "same bits",
-        "resumed on one process, off by": losses,
-        "planned, with slack": "≥ memory",
+        "resumed on one, off by": losses,
+        "planned, with slack": "≥ it",
         **{trouble.promise: in_time for trouble in _TROUBLES},
     }
 
