@@ -51,7 +51,8 @@ def test_a_log_gets_a_line_now_and_then_even_while_nothing_moves(
 
 
 def test_quick_work_and_work_that_fails_end_at_once(capsys: Capture) -> None:
-    with pytest.raises(ValueError, match="why"), progress("tokenizing", 2, "chats") as work:
+    with progress("tokenizing", 2, "chats") as work:
         work.moved()
-        raise ValueError("why")
+    with pytest.raises(ZeroDivisionError), progress("tokenizing", 2, "chats"):
+        work.moved(1 // 0)
     assert capsys.readouterr() == ("", "")

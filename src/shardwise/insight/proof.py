@@ -77,6 +77,8 @@ _SMALLEST = 1e-3
 _WARMUP = 2  # steps that are not timed
 _TROUBLE = 1  # the step in which a rank does something else, and the steps after it
 _AFTER = 2
+#: For a job behind one that has said Python's warnings.
+_SAID = {"PYTHONWARNINGS": "ignore"}
 #: What is done one after the other: plans, trainings, resuming, and what goes wrong.
 JOBS = 10
 #: Seconds after which a collective without its peers fails, and in which a job has to end.
@@ -445,7 +447,8 @@ class Proof:
         worst = sorted(
             self.differences.items(), key=lambda item: nan_last(_largest(item[1])), reverse=True
         )
-        grads = Cells(heads, [(name, *map(_share, each)) for name, each in worst])
+        rows = [(name, *map(_share, each)) for name, each in worst]
+        grads = Cells(heads[: len(rows[0])] if rows else heads, rows)  # not all, if not finished
         body = (
             f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p>"
             f"<p>{escape(self.made)}</p></header>",
@@ -529,29 +532,21 @@ def prove(
         for each in _WAYS:
             way = replace(trial, runtime=each)
             say(f"training: {way.name}")
-            with _heard(heard=bool(found)):
+            with environment(**(_SAID if found else {})):
                 found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
             keep(so_far(f"what follows the training by {way.name}"))
         say("resuming on one process")
-        with _heard(heard=True):
+        with environment(**_SAID):
             (resumed,) = launch(go_on, (trial,))
         for trouble in _TROUBLES:
             keep(so_far(trouble.value))
             cells = [ProofCell("")]
             for each in _SHARDED:
                 say(f"{trouble.value}: {each.value}")
-                with _heard(heard=True):
+                with environment(**_SAID):
                     cells.append(_in_trouble(replace(trial, runtime=each, trouble=trouble)))
             troubles[trouble.promise] = cells
     return so_far("")
-
-
-@contextlib.contextmanager
-def _heard(*, heard: bool) -> Iterator[None]:
-    """Keep Python's warnings from a job if one before it has said them."""
-    quiet = {"PYTHONWARNINGS": "ignore"} if heard else {}
-    with environment(**quiet):
-        yield
 
 
 def compared(
