@@ -45,7 +45,7 @@ INNER_LAYERS = {
         ["errors"],
         ["arguments", "lazy", "mixing", "optim_names", "ordering", "places", "portions"],
         ["html", "plain", "units"],
-        ["observe", "scratch"],
+        ["observe", "progress", "scratch"],
         ["devices"],
         ["offload"],
         ["__init__"],

@@ -85,7 +85,7 @@ def test_the_script_has_every_span_and_the_prediction() -> None:
     assert [row for row, _ in early["rows"]] == ["groups", "host", "dp"]
     [[kind, name, begin, length, about]] = early["rows"][2][1]
     assert (kind, data["names"][name], begin, length) == ("all_gather", "layers.0", 1e6, 5e6)
-    assert about == "all-gather, 1.0 kB, 2e-07 GB/s, by gloo"
+    assert about == "all-gather, 1000 B, 2e-07 GB/s, by gloo"
 
 
 def test_names_cannot_break_out_of_the_page() -> None:

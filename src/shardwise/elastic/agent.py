@@ -44,7 +44,7 @@ from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
-from shardwise.elastic.output import Lines, RankOutput, Shown
+from shardwise.elastic.output import NewLines, RankOutput, Shown
 from shardwise.elastic.rank import (
     MOVES_ON,
     STOP_SIGNALS,
@@ -580,7 +580,7 @@ class LocalRank:
         self.code: int | None = None  # -9 for SIGKILL; None while the rank is running
         self._pid = pid
         self._folder = folder
-        self._reports = Lines(folder / "report")
+        self._reports = NewLines(folder / "report")
 
     def poll(self) -> None:
         """Read what the rank has said since the last call, and whether it has ended."""

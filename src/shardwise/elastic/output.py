@@ -39,7 +39,7 @@ class Shown:
         return [name for bit, name in enumerate(_STREAMS, start=1) if int(tee) & bit]
 
 
-class Lines:
+class NewLines:
     """The lines that a file has got since the last look.
 
     Args:
@@ -84,7 +84,7 @@ class RankOutput:
 
     def __init__(self, rank: int, folder: Path, shown: Sequence[str]) -> None:
         self._prefix = f"[rank {rank}] "
-        self._shown = [(getattr(sys, name), Lines(folder / f"{name}.log")) for name in shown]
+        self._shown = [(getattr(sys, name), NewLines(folder / f"{name}.log")) for name in shown]
         self._hidden = [folder / f"{name}.log" for name in _STREAMS if name not in shown]
         self._redrawn_at = time.monotonic()
 

@@ -58,7 +58,33 @@ def build(
         ValueError: ``transformers`` cannot build the model, or ``dtype`` is not one.
     """
     where = find(name)
-    with open_weights(where) as source, torch.no_grad():
+    with open_source(where) as source:
+        return build_from(source, where, name, model_class=model_class, dtype=dtype, **config)
+
+
+def build_from(
+    source: Source,
+    where: Path,
+    name: Name,
+    *,
+    model_class: Any,
+    dtype: torch.dtype | str | None,
+    **config: Any,
+) -> PreTrainedModel:
+    """Build the model of weights that are open; see :func:`build`.
+
+    Args:
+        source: the weights.
+        where: the folder that was asked for.
+        name: what the model is called.
+        model_class: as for :func:`build`.
+        dtype: as for :func:`build`.
+        config: as for :func:`build`.
+
+    Raises:
+        CheckpointError, ValueError: as by :func:`build`.
+    """
+    with torch.no_grad():
         settings = _config(source, where, config)
         if getattr(settings, "quantization_config", None) is not None:
             raise CheckpointError(
@@ -81,24 +107,6 @@ def build(
         model.generation_config = next(filter(None, found))
     model.train(mode=False)
     return model
-
-
-@contextlib.contextmanager
-def open_weights(where: Path) -> Iterator[Source]:
-    """Open the weights of a model; of adapters, those of their base with the adapters merged in.
-
-    Raises:
-        CheckpointError: there are none, or they are damaged.
-    """
-    adapters = find_adapters(where)
-    if adapters is None:
-        with open_source(where) as source:
-            yield source
-        return
-    from shardwise.frontends.pretrained.merging import open_merged  # which builds the base
-
-    with open_merged(adapters) as merged:
-        yield merged
 
 
 def find_adapters(where: Path) -> Path | None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.base.units import listed
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.arrival import check_scaled
@@ -34,7 +36,7 @@ from shardwise.checkpoint.ranks.state import own_tensors, reshard
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
-from shardwise.frontends.pretrained.building import Name, find, open_weights
+from shardwise.frontends.pretrained.building import Name, find
 from shardwise.frontends.pretrained.four_bits import four_bit_layers
 from shardwise.frontends.pretrained.pieced import Pieced
 from shardwise.sharding.allocate import allocate, compute_device
@@ -140,11 +142,24 @@ def fill(
             ranks alike.
         TypeError: ``model`` has no ``transformers`` model in it.
     """
+    return fill_from(model, lambda: open_source(find(name)), name, names, init, buffer, group)
+
+
+def fill_from(
+    model: nn.Module,
+    opened: Callable[[], AbstractContextManager[Source]],
+    name: Name,
+    names: Mapping[str, str] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+    buffer: int = BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Read the weights of a model from what a function opens; for the rest, see :func:`fill`."""
     wait_for_save()
     inner = hf.inner_model(model)
     ranks = Ranks(group_for(group))
     doing = f"loading {name}"
-    report = ranks.all(doing, lambda: _load(model, inner, name, names or {}, buffer))
+    report = ranks.all(doing, lambda: _load(model, inner, opened, names or {}, buffer))
     with same_random_numbers(model, ranks, doing):
         ranks.all(doing, lambda: _initialize(model, init))
     if ranks.coordinates:
@@ -153,10 +168,13 @@ def fill(
 
 
 def _load(
-    model: nn.Module, inner: PreTrainedModel, name: Name, names: Mapping[str, str], buffer: int
+    model: nn.Module,
+    inner: PreTrainedModel,
+    opened: Callable[[], AbstractContextManager[Source]],
+    names: Mapping[str, str],
+    buffer: int,
 ) -> LoadReport:
     """Read what the files have."""
-    where = find(name)
     window = ReadWindow(buffer)
     reshard(model)
     state = own_tensors(model)
@@ -167,7 +185,7 @@ def _load(
         plain = names.get(f"{path}.codes", f"{path}.codes").removesuffix("codes") + "weight"
         packed |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), plain)
     names = {**names, **packed}
-    with open_weights(where) as source, torch.no_grad():
+    with opened() as source, torch.no_grad():
         conversions = hf.Conversions(inner, {names.get(n, n) for n in state})
         plan = plan_filling(conversions, source)
         found: dict[str, str] = {}  # name in the model -> the plain name that it is found under

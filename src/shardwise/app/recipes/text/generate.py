@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed, one_line, printable
-from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
+from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer, open_source
 from shardwise.checkpoint.formats.hf import folders_of
+from shardwise.checkpoint.formats.source import Source
 from shardwise.elastic.errors import UserError, say
-from shardwise.frontends import pretrained
 from shardwise.frontends.pretrained import opening
-from shardwise.frontends.pretrained.building import find, find_adapters
+from shardwise.frontends.pretrained.building import build_from, find, find_adapters
+from shardwise.frontends.pretrained.filling import fill_from
 from shardwise.frontends.wrap import AUTO, apply_wrap
 from shardwise.insight.planning.presets import longest_sequence
 
@@ -123,13 +125,25 @@ def _generate(request: Request, device: torch.device) -> None:
 
 def _load(request: Request, device: torch.device) -> PreTrainedModel:
     """Load the model: full in a process on its own, else its shards."""
-    model = pretrained.build(
-        request.source, model_class=AutoModelForCausalLM, dtype=request.dtype or "auto"
-    )
+    where = find(request.source)
+    adapters = find_adapters(where)
+
+    def opened() -> AbstractContextManager[Source]:
+        if adapters is None:
+            return open_source(where)
+        from shardwise.frontends.pretrained.merging import open_merged  # imports peft
+
+        return open_merged(adapters)
+
+    dtype = request.dtype or "auto"
+    with opened() as source:
+        model = build_from(
+            source, where, request.source, model_class=AutoModelForCausalLM, dtype=dtype
+        )
     if dist.is_initialized():
         apply_wrap(model, AUTO, fully_shard)
         fully_shard(model)
-    report = pretrained.fill(model, request.source)
+    report = fill_from(model, opened, request.source)
     if report.missing:
         raise CheckpointError(
             f"found no weights for {listed(report.missing)}, expected those of a causal language "
