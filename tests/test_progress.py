@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shardwise.base import progress as module
-from shardwise.base.progress import Work, progress
+from shardwise.base.progress import LongWork, progress
 from tests.waiting import wait_until
 
 Capture = pytest.CaptureFixture[str]
@@ -27,7 +27,7 @@ def test_it_says_how_much_and_how_long(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    work = Work("tokenizing", total, unit)
+    work = LongWork("tokenizing", total, unit)
     work.moved(done)
     now += 20.0
     assert str(work) == shown

@@ -15,7 +15,7 @@ EVERY = 10.0  # seconds between lines in a log
 _REDRAWN = 0.1  # and between drawings of a bar
 
 
-class Work:
+class LongWork:
     """How far some work is; :func:`progress` shows it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def progress(doing: str, total: int | None = None, unit: str = "") -> Iterator[Work]:
+def progress(doing: str, total: int | None = None, unit: str = "") -> Iterator[LongWork]:
     """Show on standard error how far the work inside is, if it takes more than two seconds.
 
     Args:
@@ -64,7 +64,7 @@ def progress(doing: str, total: int | None = None, unit: str = "") -> Iterator[W
         total: how much there is to do; None: that is not known, and the seconds are shown.
         unit: of ``total``: ``chats``, or ``bytes``.
     """
-    work, ended = Work(doing, total, unit), threading.Event()
+    work, ended = LongWork(doing, total, unit), threading.Event()
     shows = threading.Thread(target=_show, args=(work, ended), name="progress", daemon=True)
     shows.start()
     try:
@@ -74,7 +74,7 @@ def progress(doing: str, total: int | None = None, unit: str = "") -> Iterator[W
         shows.join()
 
 
-def _show(work: Work, ended: threading.Event) -> None:
+def _show(work: LongWork, ended: threading.Event) -> None:
     if ended.wait(QUICK):
         return
     from rich.console import Console  # here, and not before: it takes a moment

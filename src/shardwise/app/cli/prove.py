@@ -14,7 +14,7 @@ import typer
 from shardwise.app.cli.options import Options, with_options
 from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
 from shardwise.app.recipes.core.installed import check_extras
-from shardwise.base.progress import Work, progress
+from shardwise.base.progress import LongWork, progress
 from shardwise.elastic.errors import say
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import most_ranks
@@ -84,7 +84,7 @@ class ProveConfig(Config):
         say(f"written to {self.html}")
         return 1 if proof.failures else 0
 
-    def _prove(self, model: str, settings: Settings, work: Work) -> Proof:
+    def _prove(self, model: str, settings: Settings, work: LongWork) -> Proof:
         """Prove, and keep on the page what there is."""
         from shardwise.insight.proof import prove
 

@@ -28,7 +28,7 @@ from torch import nn
 from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
-from shardwise.base.progress import Work, progress
+from shardwise.base.progress import LongWork, progress
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
@@ -145,7 +145,7 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
     last = len(lines) * (world.rank + 1) // world.size
     shown = progress("tokenizing", last - first, "chats on this rank")
     try:
-        with shown if world.rank == 0 else contextlib.nullcontext(Work("", None, "")) as work:
+        with shown if world.rank == 0 else contextlib.nullcontext(LongWork("", None, "")) as work:
             for index in range(first, last):
                 found.add(index, encoder.documents(lines.read(index), lines.where(index)), length)
                 work.moved()
