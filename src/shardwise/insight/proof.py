@@ -562,8 +562,7 @@ def compared(
         return [cells.get(each, ProofCell("")) for each in _WAYS]
 
     def shares(values: Mapping[Runtime, float], most: float = tolerance) -> list[ProofCell]:
-        cells = {each: ProofCell.check(_share(off), off <= most) for each, off in values.items()}
-        return row({**cells})
+        return row({way: ProofCell.check(_share(off), off <= most) for way, off in values.items()})
 
     losses = {
         each: [statistics.fmean(step) for step in zip(*(r.losses for r in ranks), strict=True)]
