@@ -14,7 +14,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import io
 import json
+import os
 import pkgutil
 import re
 import types
@@ -128,7 +130,7 @@ def _cells() -> list[dict[str, Any]]:
     return found
 
 
-def test_the_notebook_has_the_form_of_one_and_no_outputs() -> None:
+def test_the_notebook_has_the_form_of_one() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4
     assert notebook["nbformat_minor"] == 5  # cells have ids
@@ -140,18 +142,40 @@ def test_the_notebook_has_the_form_of_one_and_no_outputs() -> None:
         common = {"cell_type", "id", "metadata", "source"}
         if cell["cell_type"] == "code":
             assert set(cell) == common | {"execution_count", "outputs"}
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
         else:
             assert cell["cell_type"] == "markdown"
             assert set(cell) == common
 
 
-def test_the_notebook_runs() -> None:
-    names = {"__name__": "__main__"}
-    for cell in _cells():
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
+def _executed() -> list[dict[str, Any]]:
+    """The cells with the outputs that they have now: as text, which is small and shown anywhere."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    cells, count = _cells(), 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        count += 1
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        where, printed = f"{NOTEBOOK.name}:{cell['id']}", io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(tree, where, "exec"), names)
+            shown = last and eval(compile(ast.Expression(last.value), where, "eval"), names)
+        cell["execution_count"], cell["outputs"] = count, []
+        if text := printed.getvalue():
+            lines = text.splitlines(keepends=True)
+            cell["outputs"].append({"name": "stdout", "output_type": "stream", "text": lines})
+        if shown is not None:
+            data = {"text/plain": str(shown).splitlines(keepends=True)}
+            result = {"data": data, "execution_count": count, "metadata": {}}
+            cell["outputs"].append({**result, "output_type": "execute_result"})
+    return cells
+
+
+def test_the_notebook_runs_and_has_the_outputs_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m tests.test_docs`` writes them."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert _executed() == _cells()
 
 
 @pytest.mark.parametrize("package", PUBLIC)
@@ -205,3 +229,9 @@ def test_files_that_are_named_exist(document: Path) -> None:
     named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w/.]*)`", document.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "100"
+    notebook = {**json.loads(NOTEBOOK.read_text()), "cells": _executed()}
+    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")

@@ -51,7 +51,7 @@ INNER_LAYERS = {
         ["errors"],
         ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
         ["html", "interrupts", "plain", "units"],
-        ["observe", "scratch"],
+        ["observe", "progress", "scratch"],
         ["devices"],
         ["offload"],
         ["__init__"],

@@ -8,12 +8,15 @@ from unittest import mock
 import pytest
 
 from shardwise.app.cli import main
+from shardwise.base import progress
 
 
 def call(*words: str) -> int:
     """Run ``shardwise WORDS``; return its exit code."""
     argv = mock.patch.object(sys, "argv", ["shardwise", *words])
-    with argv, pytest.raises(SystemExit) as ended:
+    # On a busy machine anything may take long enough to say so.
+    quiet = mock.patch.object(progress, "QUICK", 1e6)
+    with argv, quiet, pytest.raises(SystemExit) as ended:
         main.app()
     assert isinstance(ended.value.code, int)
     return ended.value.code

@@ -17,6 +17,7 @@ from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
 from shardwise.app.cli import train as cli_train
 from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.recipes.core.installed import install_line
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, OnJoin
@@ -305,8 +306,7 @@ def test_a_missing_extra_says_what_to_install(
     )
     assert call("train", "lm") == 2
     assert capsys.readouterr().err == (
-        f"error: training needs {missing}, which the extra 'train' installs: "
-        f"pip install '.[train]' in a clone of Shardwise, or pip install {missing} anywhere\n"
+        f"error: training needs {missing}, not installed here: {install_line([missing])}\n"
     )
 
 

@@ -115,7 +115,7 @@ def test_a_page_is_written(capsys: Capture, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2 --html {page}"
     assert call("plan", *words.split()) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", f"written to {page}\n")
     assert page.read_text().startswith("<!doctype html>")
 
 

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwise.elastic.network import listening
+from shardwise.elastic.output import RankOutput, Shown
 from tests.cli.shell import call, refused
 from tests.programs import Program, shell_environment, start_program
 from tests.waiting import wait_until
@@ -76,7 +78,7 @@ with open(os.environ["RANK"], "w") as file:
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == f"__main__ {words} beside beside False\n"
+    assert ended.stdout == f"[rank 0] __main__ {words} beside beside False\n"
     found = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
     assert found == [
         [str(rank), "2", str(rank), "2", "0", "127.0.0.1", "True"] for rank in range(2)
@@ -93,6 +95,63 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     out, err = program.communicate(timeout=WAIT)
     argv = [str(package / "train.py"), "--lr", "1"]
     assert (program.returncode, out, err) == (0, f"__main__ package {argv}\n", "")
+
+
+def test_what_each_rank_writes_is_shown_behind_its_number(
+    script: Callable[[str], Script], tmp_path: Path
+) -> None:
+    mine = script(
+        """
+        print(f"out {rank}")
+        print(f"without an end {rank}", end="")
+        print(f"err {rank}", file=sys.stderr)
+        """
+    )
+    code, out, err = mine.run("--nproc", "2", "--log-dir", "logs")
+    assert code == 0
+    lines = [
+        f"[rank {rank}] {text} {rank}" for rank in range(2) for text in ("out", "without an end")
+    ]
+    assert (sorted(out.splitlines()), sorted(err.splitlines())) == (
+        sorted(lines),
+        ["[rank 0] err 0", "[rank 1] err 1"],
+    )
+    [job] = (mine.folder / "logs").iterdir()
+    kept = {str(file.relative_to(job)): file.read_text() for file in job.rglob("*.log")}
+    assert kept["attempt_0/1/stdout.log"] == "out 1\nwithout an end 1"
+    assert kept["attempt_0/0/stderr.log"] == "err 0\n"
+
+
+@pytest.mark.parametrize(
+    ("tee", "local_rank", "shown"),
+    [
+        ("3", 5, ["stdout", "stderr"]),
+        ("1", 0, ["stdout"]),
+        ("0", 0, []),
+        ("0:3,2:2", 0, ["stdout", "stderr"]),
+        ("0:3,2:2", 1, []),
+        ("0:3,2:2", 2, ["stderr"]),
+    ],
+)
+def test_tee_says_which_streams_are_shown(tee: str, local_rank: int, shown: list[str]) -> None:
+    assert Shown(tee).streams(local_rank) == shown
+
+
+def test_a_progress_bar_is_a_line_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    output = RankOutput(1, tmp_path, ["stderr"])
+    for step in range(5):
+        with (tmp_path / "stderr.log").open("a") as file:
+            file.write(f"\rstep {step}")
+        output.show()
+        now += 1.5
+    output.show_rest()
+    output.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [f"[rank 1] step {step}" for step in (1, 3, 4)]
 
 
 SLEEP = "\nwhile True: time.sleep(0.05)\n"
@@ -288,7 +347,10 @@ def test_a_plain_script_of_torch_meets_and_its_first_failure_is_named(
         """
     )
     code, out, err = mine.run("--nproc", "3")
-    assert (code, out) == (128 + signal.SIGKILL, "3\n"), err
+    assert (code, sorted(out.splitlines())) == (
+        128 + signal.SIGKILL,
+        [f"[rank {rank}] 3" for rank in range(3)],
+    ), err
     assert "error: rank 1 of 3 was killed by SIGKILL" in err
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from shardwise.elastic.agent import Agent, LocalRank, Signals, agents_environment
 from shardwise.elastic.hosts import HERE
+from shardwise.elastic.output import RankOutput
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from tests.programs import start_program
 from tests.waiting import wait_until
@@ -316,8 +317,9 @@ def test_ranks_have_their_time_to_save_after_their_launcher_was_suspended(
         assert program.stdout is not None
         program.stdout.readline()  # it is ready
         programs.append(program)
-        (tmp_path / str(rank)).mkdir()
-        agent.ranks.append(LocalRank(rank, program.pid, tmp_path / str(rank)))
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        agent.ranks.append(LocalRank(rank, program.pid, folder, RankOutput(rank, folder, [])))
     stops.noted.append(signal.SIGTERM)
     deadline = time.monotonic() + WAIT
     while agent.ranks[0].code is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def test_a_function_in_code_is_a_model() -> None:
     assert all(p.is_meta for p in blueprint.model.parameters())
 
 
+@pytest.mark.parametrize("name", ["{}:two", "{}.two", "{}::two", "{}:two()", "{file}:two"])
+def test_a_function_in_code_has_each_name_that_is_likely_to_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = tmp_path / "a_file_of_mine.py"
+    file.write_text("from torch.nn import Linear\n\n\ndef two():\n    return Linear(3, 4)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, file.stem, raising=False)
+    assert _numel(find_model(name.format(file.stem, file=file))) == 16
+    with pytest.raises(ModelError, match=f"expected {file}:two$"):
+        find_model(str(file))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -71,7 +85,9 @@ def test_a_function_in_code_is_a_model() -> None:
         (f"{__name__}:nobody", "nobody"),
         (f"{__name__}:no_module", "makes int, expected an nn.Module"),
         (f"{__name__}:failing", "raises RuntimeError: no such file"),
-        (f"{__name__}:", "expected package.module:name"),
+        (f"{__name__}:", f"expected {__name__}:two_layers or "),
+        (__name__, f"expected {__name__}:two_layers or "),
+        ("nowhere.py:build", "there is no "),
     ],
 )
 def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:

@@ -247,7 +247,7 @@ def test_damaged_adapters_are_refused_and_nothing_is_left(
         ("init_lora_weights", "pissa", "changed the weights of the base"),
         ("peft_type", "NONSENSE", "found .NONSENSE., expected adapters in layers"),
         ("target_modules", ["nothing"], "cannot be put on LlamaForCausalLM"),
-        ("base_model_name_or_path", "../nowhere", "found no such folder"),
+        ("base_model_name_or_path", "../nowhere", "found nothing there"),
     ],
 )
 def test_configurations_that_cannot_be_merged_are_refused(

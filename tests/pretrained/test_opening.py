@@ -306,3 +306,25 @@ def test_a_limit_leaves_the_alarm_of_others_as_it_was() -> None:
     with opening.limited("this"):
         time.sleep(0.01)
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
+
+
+def test_without_a_network_a_name_takes_one_look_and_a_path_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+
+    looks: list[str] = []
+
+    class Client:
+        def head(self, url: str, timeout: float) -> None:
+            looks.append(url)
+            raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Client)
+    for path in ("./nowhere", "~/nowhere", "../nowhere", "runs/lm/nowhere"):
+        with pytest.raises(CheckpointError, match=r"found nothing there, expected a folder"):
+            opening.from_hub(path, ["config.json"])
+    assert looks == []
+    with pytest.raises(CheckpointError, match=r"nowhere: .* \(which cannot be reached\); expected"):
+        opening.from_hub("nowhere", ["config.json"])
+    assert looks == [huggingface_hub.constants.ENDPOINT]

@@ -18,6 +18,7 @@ from shardwise.app.runs.serve import Server
 from shardwise.app.runs.snapshot import RunReader
 from tests import chromium
 from tests.runs import folders
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(chromium.find() is None, reason="needs a Chromium")
 
@@ -62,6 +63,20 @@ def test_a_page_has_curves_no_errors_and_asks_for_nothing(
     assert tab.run("document.documentElement.scrollWidth") <= width, "wider than the screen"
     assert tab.errors() == []
     assert tab.requests() == [address]
+
+
+def test_charts_that_were_drawn_while_hidden_fill_their_cards(
+    tab: chromium.Tab, tmp_path: Path
+) -> None:
+    address = written(tmp_path, folders.make(tmp_path / "lm"))
+    file = tmp_path / "page.html"
+    file.write_text(file.read_text().replace("<body", '<body style="display:none"', 1))
+    tab.open(address, width=1280)
+    tab.run("document.body.style.display = 'block'")
+    widths = """[...document.querySelectorAll(".uplot")].map(
+        plot => [plot.clientWidth, plot.parentElement.clientWidth])"""
+    wait_until(lambda: all(plot == box for plot, box in tab.run(widths)))
+    assert all(box > 300 for _, box in tab.run(widths))
 
 
 @pytest.mark.parametrize(("age", "state"), [(30, "running"), (3600, "stopped without an end")])

@@ -69,7 +69,7 @@ def test_the_page_says_what_happened_without_scripts() -> None:
     assert not found.fetched
     for words in (
         *("A step takes 12.0 s", "9.00 s were predicted", "step 5", "step 6", "slowest"),
-        *("rank 1, which came late", "predicted", "gradients", "2.0 MB"),
+        *("rank 1, which came late", "predicted", "gradients", "1.91 MiB"),
     ):
         assert words in found.words, words
 
@@ -85,7 +85,7 @@ def test_the_script_has_every_span_and_the_prediction() -> None:
     assert [row for row, _ in early["rows"]] == ["groups", "host", "dp"]
     [[kind, name, begin, length, about]] = early["rows"][2][1]
     assert (kind, data["names"][name], begin, length) == ("all_gather", "layers.0", 1e6, 5e6)
-    assert about == "all-gather, 1.0 kB, 2e-07 GB/s, by gloo"
+    assert about == "all-gather, 1000 B, 2e-07 GB/s, by gloo"
 
 
 def test_names_cannot_break_out_of_the_page() -> None:

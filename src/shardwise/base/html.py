@@ -44,13 +44,22 @@ def escape(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in a box that scrolls if the page is too narrow."""
+    """Return a table in a box that scrolls if it is too long.
+
+    On a narrow page, a row becomes a paragraph, with the heads of its cells.
+    """
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows
+        "<tr>"
+        + "".join(
+            f'<td data-head="{escape(head)}">{escape(cell)}</td>'
+            for head, cell in zip(heads, cells, strict=True)
+        )
+        + "</tr>"
+        for cells in rows
     )
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
+        '<div class="scroll cells" tabindex="0" role="region" aria-label="table"><table>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

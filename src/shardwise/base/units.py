@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 
-def brief_size(nbytes: int) -> str:
-    """Format a size in bytes with one decimal: ``1.5 GB``."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def binary_size(nbytes: float) -> str:
     """Format a size in bytes with binary units and three digits or more: ``1.50 GiB``."""
     size, unit = float(nbytes), "B"

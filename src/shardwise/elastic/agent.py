@@ -46,6 +46,7 @@ from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
+from shardwise.elastic.output import NewLines, RankOutput, Shown
 from shardwise.elastic.rank import (
     MOVES_ON,
     STOP_SIGNALS,
@@ -70,7 +71,7 @@ from shardwise.elastic.world import (
 POLL = 0.02  # seconds between looks at the ranks
 SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
 SAME_SIGNAL = 0.5  # seconds within which a second signal is the same Ctrl-C, delivered twice
-TAIL_LINES = 20
+_FIRST = Shown()  # rank 0 writes to the user
 _DEATH = 30.0  # seconds that a process may take to die of SIGKILL
 
 
@@ -115,6 +116,7 @@ class Agent(LocalElasticAgent):
         command: gives the program and arguments of a generation, the same for every rank.
         rendezvous: where the hosts meet.
         signals: what asks to stop.
+        shown: what of the output of ranks is shown.
 
     Attributes:
         meeting: where the hosts meet.
@@ -123,7 +125,9 @@ class Agent(LocalElasticAgent):
         logs: where they write, and their environment.
     """
 
-    def __init__(self, command: Command, rendezvous: Rendezvous, signals: Signals) -> None:
+    def __init__(
+        self, command: Command, rendezvous: Rendezvous, signals: Signals, shown: Shown = _FIRST
+    ) -> None:
         self._spec = WorkerSpec(
             role="default",
             local_world_size=rendezvous.nproc,
@@ -133,7 +137,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=POLL,
         )
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
-        self.logs = _RankLogs(Path(self._folder.name), rendezvous)
+        self.logs = _RankLogs(Path(self._folder.name), rendezvous, shown)
         super().__init__(self._spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
         self.meeting = rendezvous
@@ -207,7 +211,12 @@ class Agent(LocalElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self.ranks = [
-            LocalRank(worker.global_rank, pids[worker.local_rank], self.logs.of(worker.local_rank))
+            LocalRank(
+                worker.global_rank,
+                pids[worker.local_rank],
+                self.logs.of(worker.local_rank),
+                self.logs.outputs[worker.local_rank],
+            )
             for worker in worker_group.workers
         ]
         return dict(pids)
@@ -378,6 +387,7 @@ class Agent(LocalElasticAgent):
                 rank.send(MOVES_ON if moves_on else self._signum)
 
     def _finish(self) -> Outcome:
+        self._show_rest()
         words = [rank.report for rank in self.ranks if rank.stopped and rank.report]
         if words:
             return Outcome(words[0].exit_code, farewell=words[0].text)
@@ -411,7 +421,7 @@ class Agent(LocalElasticAgent):
                 self._say(f"{of} failed:")
             self._say(rank.report.text)
             return
-        if tail := rank.tail():
+        if tail := rank.output.tail():
             self._say(tail)
         killed = rank.code == -signal.SIGKILL
         memory = " (the system may have run out of memory)" if killed else ""
@@ -441,12 +451,17 @@ class Agent(LocalElasticAgent):
         deadline = time.monotonic() + _DEATH
         for rank in killed:
             rank.wait(deadline)
+        self._show_rest()
         # A rank that is killed cannot show the cursor again that its progress bar hid.
         if killed:
             with contextlib.suppress(OSError):
                 if sys.stdout.isatty():
                     sys.stdout.write("\x1b[?25h\n")
                     sys.stdout.flush()
+
+    def _show_rest(self) -> None:
+        for rank in self.ranks:
+            rank.output.show_rest()
 
     def _show_verdict(self, outcome: Outcome, verdict: Verdict) -> None:
         """Say how the generation ended and what follows."""
@@ -472,16 +487,19 @@ class _RankLogs(LogsSpecs):
     Args:
         folder: for the output of ranks, and what they report.
         rendezvous: where the hosts meet.
+        show: what of their output is shown.
 
     Attributes:
+        outputs: what they write in this generation, by their number on this host.
         lost: who was lost in the generation before, and how; empty: none was.
         more: variables of all ranks.
         shown: whether the first rank writes to our own output.
     """
 
-    def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
+    def __init__(self, folder: Path, rendezvous: Rendezvous, show: Shown) -> None:
         super().__init__(str(folder))
-        self._folder = folder
+        self._folder, self._show = folder, show
+        self.outputs: dict[int, RankOutput] = {}
         self._meeting = rendezvous
         self.lost = ""
         self.more: dict[str, str] = {}
@@ -517,9 +535,18 @@ class _RankLogs(LogsSpecs):
             # Rank 0 writes to the user, and so does what may become rank 0 over other hosts. The
             # output of the others is kept in case they crash.
             first = env["RANK"] == "0" or (STAYS in env and not local_rank)
-            shown = self.shown and first
-            files.stdouts[local_rank] = "" if shown else str(folder / "stdout")
-            files.stderrs[local_rank] = "" if shown else str(folder / "stderr")
+            show = self._show
+            if show.tee is None:
+                direct = self.shown and first
+            else:
+                direct = env["WORLD_SIZE"] == "1" and show.folder is None
+            if show.folder is not None:
+                folder = show.folder / f"attempt_{generation}" / env["RANK"]
+                folder.mkdir(parents=True)
+            streams = [] if direct else show.streams(local_rank)
+            self.outputs[local_rank] = RankOutput(int(env["RANK"]), folder, streams)
+            files.stdouts[local_rank] = "" if direct else str(folder / "stdout.log")
+            files.stderrs[local_rank] = "" if direct else str(folder / "stderr.log")
             files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
         return files
 
@@ -537,16 +564,17 @@ class _RankLogs(LogsSpecs):
 
 
 class LocalRank:
-    """One child process, with its file for stages and a :class:`RankReport`, and its output.
+    """One child process, with its file for stages and a :class:`RankReport`.
 
     Args:
         rank: its number among all ranks.
         pid: its process, which leads a process group.
         folder: for its files.
+        output: what it writes.
     """
 
-    def __init__(self, rank: int, pid: int, folder: Path) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, pid: int, folder: Path, output: RankOutput) -> None:
+        self.rank, self.output = rank, output
         self.report: RankReport | None = None
         self.stage: Stage | None = None
         self.has_stepped = False
@@ -554,17 +582,13 @@ class LocalRank:
         self.code: int | None = None  # -9 for SIGKILL; None while the rank is running
         self._pid = pid
         self._folder = folder
-        self._file = (folder / "report").open("ab+", buffering=0)
-        self._read = 0
-        self._received = b""
+        self._reports = NewLines(folder / "report")
 
     def poll(self) -> None:
-        """Read what the rank has reported since the last call, and whether it has ended."""
+        """Read what the rank has said since the last call, and whether it has ended."""
         self._look()
-        chunk = os.pread(self._file.fileno(), 1 << 20, self._read)
-        self._read += len(chunk)
-        *lines, self._received = (self._received + chunk).split(b"\n")
-        for line in lines:
+        self.output.show()
+        for line in self._reports.new():
             stage = Stage.from_line(line)
             if stage is not None:
                 self.stage = stage
@@ -658,18 +682,10 @@ class LocalRank:
             time.sleep(POLL / 4)
             self._look()
 
-    def tail(self) -> str:
-        """Return the last lines that this rank wrote; none for rank 0, which writes to our own."""
-        lines: list[str] = []
-        for name in ("stdout", "stderr"):
-            with contextlib.suppress(FileNotFoundError), (self._folder / name).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-                lines += file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
-
     def close(self) -> None:
-        """Close its file."""
-        self._file.close()
+        """Close its files."""
+        self._reports.close()
+        self.output.close()
 
 
 @contextlib.contextmanager

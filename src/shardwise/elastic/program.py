@@ -71,8 +71,6 @@ def run_program(program: Callable[[], object]) -> NoReturn:
     except SystemExit as ended:
         code = 0
         if ended.code not in (None, 0):
-            if not isinstance(ended.code, int):
-                print(ended.code, file=sys.stderr)
             code = report_end(world, _exit_of(ended, world))
     except KeyboardInterrupt:
         code = report_end(world, _stopped(signal.SIGINT))

@@ -104,7 +104,7 @@ class _Replica(Agent):
         if failure.report is not None:
             say(f"replica {number}: {failure.report.text}")
             limit = "" if failure.report.ending is Ending.USER else limit
-        elif tail := failure.tail():
+        elif tail := failure.output.tail():
             say(tail)
         say(f"replicas   replica {number} is not started again{limit}")
 

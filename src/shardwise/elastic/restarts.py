@@ -6,11 +6,16 @@ import contextlib
 import os
 
 from shardwise.elastic.hosts import HERE, Command, Nodes
+from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import environment
 
+_FIRST = Shown()
 
-def run_job(command: Command, nproc: int, restarts: int, nodes: Nodes = HERE) -> int:
+
+def run_job(
+    command: Command, nproc: int, restarts: int, nodes: Nodes = HERE, shown: Shown = _FIRST
+) -> int:
     """Run this host's part of a job.
 
     Args:
@@ -18,6 +23,7 @@ def run_job(command: Command, nproc: int, restarts: int, nodes: Nodes = HERE) ->
         nproc: ranks of this host.
         restarts: how often to restart after a rank or a host was lost.
         nodes: the job; by default on this host alone.
+        shown: what of the output of ranks is shown; by default rank 0 writes to the user.
 
     Returns:
         The exit code of this host's last generation.
@@ -34,4 +40,4 @@ def run_job(command: Command, nproc: int, restarts: int, nodes: Nodes = HERE) ->
 
     with contextlib.closing(Signals()) as signals, agents_environment():
         rendezvous = Rendezvous(nodes, nproc, restarts, lambda: signals.end_waiting)
-        return Agent(command, rendezvous, signals).run_job()
+        return Agent(command, rendezvous, signals, shown).run_job()

@@ -17,10 +17,12 @@ import functools
 import json
 import math
 import os
+import platform
 import signal
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -40,10 +42,12 @@ from shardwise.base import devices
 from shardwise.base.errors import RankFailedError, RanksDivergedError
 from shardwise.base.html import document, escape
 from shardwise.base.ordering import nan_last
-from shardwise.base.units import binary_size, seconds
+from shardwise.base.units import binary_size, seconds, version_of
+from shardwise.checkpoint.disk.files import replace_file
 from shardwise.checkpoint.ranks.loading import load
 from shardwise.checkpoint.ranks.saving import save
 from shardwise.elastic.call import launch
+from shardwise.elastic.world import environment
 from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import Runtime
@@ -73,10 +77,15 @@ _SMALLEST = 1e-3
 _WARMUP = 2  # steps that are not timed
 _TROUBLE = 1  # the step in which a rank does something else, and the steps after it
 _AFTER = 2
+#: For a job behind one that has said Python's warnings.
+_SAID = {"PYTHONWARNINGS": "ignore"}
+#: What is done one after the other: plans, trainings, resuming, and what goes wrong.
+JOBS = 10
 #: Seconds after which a collective without its peers fails, and in which a job has to end.
 _PATIENCE = 60.0
 
 _SHARDED = (Runtime.TORCH, Runtime.SHARDWISE)
+_WAYS = (None, *_SHARDED)
 
 
 class Trouble(enum.Enum):
@@ -90,6 +99,14 @@ class Trouble(enum.Enum):
     def error(self) -> type[Exception]:
         """What the caller of the job gets."""
         return RanksDivergedError if self is Trouble.SKIPPED else RankFailedError
+
+    @property
+    def promise(self) -> str:
+        """What happens, and the error that follows."""
+        return f"{self.value}: {self.error.__name__}"
+
+
+_TROUBLES = (Trouble.SKIPPED, Trouble.KILLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +384,7 @@ class ProofCell:
         return cls(text, Holds.YES if condition else Holds.NO)
 
     def __str__(self) -> str:
-        return f"{self.text} FAILS" if self.holds is Holds.NO else self.text
+        return f"{self.text} !" if self.holds is Holds.NO else self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +397,9 @@ class Proof:
         steps: how many each way took.
         rows: what was found of each way, in their order, by what was looked at.
         differences: of gradients, by parameter, for torch and Shardwise.
+        bounds: what is promised, by what was looked at.
+        made: when, and with which versions.
+        lacks: what had not been done when this was written; empty: nothing.
     """
 
     model: str
@@ -387,6 +407,9 @@ class Proof:
     steps: int
     rows: Mapping[str, Sequence[ProofCell]]
     differences: Mapping[str, Sequence[float]]
+    bounds: Mapping[str, str] = field(default_factory=dict)
+    made: str = ""
+    lacks: str = ""
 
     @property
     def failures(self) -> int:
@@ -411,7 +434,8 @@ class Proof:
         }
 
     def __str__(self) -> str:
-        return rendered([Text(self._verdict), Text(), self._table.for_terminal()])
+        lines = [Text(self._verdict), Text(self.made), Text()]
+        return rendered([*lines, self._table.for_terminal()])
 
     def to_html(self, path: Path) -> None:
         """Write the proof as a page that loads nothing else.
@@ -423,28 +447,41 @@ class Proof:
         worst = sorted(
             self.differences.items(), key=lambda item: nan_last(_largest(item[1])), reverse=True
         )
-        grads = Cells(heads, [(name, *map(_share, each)) for name, each in worst])
+        rows = [(name, *map(_share, each)) for name, each in worst]
+        grads = Cells(heads[: len(rows[0])] if rows else heads, rows)  # not all, if not finished
         body = (
-            f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p></header>",
+            f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p>"
+            f"<p>{escape(self.made)}</p></header>",
             self._table.for_page(),
             "<h2>Gradients</h2>",
             grads.for_page(),
         )
-        path.write_text(document(f"Proof of {self.model}", body), encoding="utf-8")
+        replace_file(path, document(f"Proof of {self.model}", body).encode())
 
     @property
     def _verdict(self) -> str:
         said = f"{self.failures} FAIL" if self.failures else "all that is promised holds"
+        if self.lacks:
+            said = f"not finished, without {self.lacks}; {self.failures} FAIL so far"
         return f"{self.model}, {self.steps} steps on {self.ranks} ranks: {said}"
 
     @property
     def _table(self) -> Cells:
-        rows = [(name, *map(str, row)) for name, row in self.rows.items()]
-        return Cells(("", "one process", *(each.value for each in _SHARDED)), rows)
+        rows = []
+        for name, row in self.rows.items():
+            said = {each.holds for each in row} - {Holds.SHOWN}
+            verdict = "FAILS" if Holds.NO in said else "ok" if said else ""
+            promised = f"{verdict} {self.bounds.get(name, '')}".strip()
+            rows.append((name.partition(":")[0], *map(str, row), promised))
+        return Cells(("", "one process", *(each.value for each in _SHARDED), "promised"), rows)
 
 
 def prove(
-    model: str, settings: Settings, steps: int, say: Callable[[str], None] = lambda _: None
+    model: str,
+    settings: Settings,
+    steps: int,
+    say: Callable[[str], object] = lambda _: None,
+    keep: Callable[[Proof], object] = lambda _: None,
 ) -> Proof:
     """Train a model in all ways, and compare.
 
@@ -453,6 +490,7 @@ def prove(
         settings: how it is sharded and stepped; functions by their names.
         steps: of each training.
         say: called with what is done next.
+        keep: called with what there is after each training.
 
     Raises:
         ModelError, SettingsError, RehearsalError: as for plans.
@@ -460,35 +498,55 @@ def prove(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of ranks says nothing then
     planned: dict[Runtime, int] = {}
-    blueprint, with_code = find_model(model), with_functions(settings)
-    with contextlib.suppress(UntraceableError):  # of a module whose shapes depend on values
+    # Modules whose shapes depend on values have no plan. Warnings come again with the training.
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(UntraceableError):
+        blueprint, with_code = find_model(model), with_functions(settings)
         for runtime in _SHARDED:
+            say(f"planning: {runtime.value}")
             plan = make_plan(blueprint, replace(with_code, runtime=runtime))
             planned[runtime] = plan.needed
+    found: dict[Runtime | None, list[TrialOutcome]] = {}
+    resumed: dict[Runtime, list[float]] = {}
+    troubles: dict[str, list[ProofCell]] = {}
+    made = (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, shardwise {version_of('shardwise') or 'of a clone'}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+    def so_far(lacks: str) -> Proof:
+        ours = [found[each][0].differences for each in _SHARDED if each in found]
+        return Proof(
+            model=model,
+            ranks=settings.mesh.size,
+            steps=steps,
+            rows={**dict(compared(found, resumed, planned, settings)), **troubles},
+            differences={name: [each[name] for each in ours] for name in (ours or [{}])[0]},
+            bounds=bounds_of(settings),
+            made=made,
+            lacks=lacks,
+        )
+
     with tempfile.TemporaryDirectory(prefix="shardwise-prove-") as name:
         folder = Path(name)
         trial = Trial(model=model, settings=settings, runtime=None, steps=steps, folder=folder)
-        found: dict[Runtime | None, list[TrialOutcome]] = {}
-        for each in (None, *_SHARDED):
+        for each in _WAYS:
             way = replace(trial, runtime=each)
             say(f"training: {way.name}")
-            found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
+            with environment(**(_SAID if found else {})):
+                found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
+            keep(so_far(f"what follows the training by {way.name}"))
         say("resuming on one process")
-        (resumed,) = launch(go_on, (trial,))
-        rows = dict(compared(found, resumed, planned, settings))
-        for trouble in (Trouble.SKIPPED, Trouble.KILLED):
-            say(trouble.value)
-            trials = [replace(trial, runtime=each, trouble=trouble) for each in _SHARDED]
-            name = f"{trouble.value}: {trouble.error.__name__}"
-            rows[name] = [ProofCell(""), *map(_in_trouble, trials)]
-    ours = [found[each][0].differences for each in _SHARDED]
-    return Proof(
-        model=model,
-        ranks=settings.mesh.size,
-        steps=steps,
-        rows=rows,
-        differences={name: [each[name] for each in ours] for name in ours[0]},
-    )
+        with environment(**_SAID):
+            (resumed,) = launch(go_on, (trial,))
+        for trouble in _TROUBLES:
+            keep(so_far(trouble.value))
+            cells = [ProofCell("")]
+            for each in _SHARDED:
+                say(f"{trouble.value}: {each.value}")
+                with environment(**_SAID):
+                    cells.append(_in_trouble(replace(trial, runtime=each, trouble=trouble)))
+            troubles[trouble.promise] = cells
+    return so_far("")
 
 
 def compared(
@@ -500,36 +558,58 @@ def compared(
     """Compare what all ways found, row by row."""
     tolerance = LOSSES[settings.compute_dtype]
 
-    def shares(values: Iterable[float], most: float = tolerance) -> list[ProofCell]:
-        return [ProofCell(""), *(ProofCell.check(_share(each), each <= most) for each in values)]
+    def row(cells: Mapping[Runtime | None, ProofCell]) -> list[ProofCell]:
+        return [cells.get(each, ProofCell("")) for each in _WAYS]
+
+    def shares(values: Mapping[Runtime, float], most: float = tolerance) -> list[ProofCell]:
+        return row({way: ProofCell.check(_share(off), off <= most) for way, off in values.items()})
 
     losses = {
         each: [statistics.fmean(step) for step in zip(*(r.losses for r in ranks), strict=True)]
         for each, ranks in found.items()
     }
-    one = losses[None]
-    yield "loss of step 1", [ProofCell(f"{each[0]:.6f}") for each in losses.values()]
-    yield f"loss of step {len(one)}", [ProofCell(f"{each[-1]:.6f}") for each in losses.values()]
-    off = [_apart(losses[each], one) for each in _SHARDED]
-    yield "losses differ by at most", shares(off)
-    grads = [_largest(found[each][0].differences.values()) for each in _SHARDED]
-    yield "gradients of step 1 differ by", shares(grads, GRADIENTS[settings.compute_dtype])
-    same = [
-        all(_apart(rank.resumed, rank.losses[-len(rank.resumed) :]) == 0 for rank in ranks)
-        for ranks in found.values()
-    ]
+    one, sharded = losses[None], [each for each in _SHARDED if each in found]
+    for step in (0, -1):
+        cells = {each: ProofCell(f"{own[step]:.6f}") for each, own in losses.items()}
+        yield f"loss of step {1 + step % len(one)}", row(cells)
+    yield "losses differ by", shares({each: _apart(losses[each], one) for each in sharded})
+    grads = {each: _largest(found[each][0].differences.values()) for each in sharded}
+    yield "gradients differ by", shares(grads, GRADIENTS[settings.compute_dtype])
+    same = {
+        each: all(_apart(rank.resumed, rank.losses[-len(rank.resumed) :]) == 0 for rank in ranks)
+        for each, ranks in found.items()
+    }
     words = {True: "same bits", False: "other losses"}
-    yield "resumed from a checkpoint", [ProofCell.check(words[each], each) for each in same]
-    off = [_apart(resumed[each], one[-len(resumed[each]) :]) for each in _SHARDED]
-    yield "resumed on one process, off by", shares(off)
+    cells = {each: ProofCell.check(words[alike], alike) for each, alike in same.items()}
+    yield "resumed from a checkpoint", row(cells)
+    off = {each: _apart(again, one[-len(again) :]) for each, again in resumed.items()}
+    yield "resumed on one, off by", shares(off)
     peaks = {each: max(rank.peak for rank in ranks) for each, ranks in found.items()}
-    yield "memory of tensors at most", [ProofCell(binary_size(each)) for each in peaks.values()]
+    cells = {each: ProofCell(binary_size(peak)) for each, peak in peaks.items()}
+    yield "memory of tensors at most", row(cells)
     if planned:
-        checks = [(binary_size(planned[each]), peaks[each] <= planned[each]) for each in _SHARDED]
-        yield "planned, with slack", [ProofCell(""), *(ProofCell.check(*each) for each in checks)]
-    times = [max(rank.seconds for rank in ranks) for ranks in found.values()]
-    yield "a step", [ProofCell(seconds(each)) for each in times]
-    yield "of torch's step", [ProofCell(f"{each / times[1]:.2f}") for each in times]
+        needed = {each: planned[each] for each in sharded}
+        checks = {each: (binary_size(n), peaks[each] <= n) for each, n in needed.items()}
+        yield "planned, with slack", row({e: ProofCell.check(*each) for e, each in checks.items()})
+    times = {each: max(rank.seconds for rank in ranks) for each, ranks in found.items()}
+    yield "a step", row({each: ProofCell(seconds(took)) for each, took in times.items()})
+    if (torchs := times.get(Runtime.TORCH)) is not None:
+        cells = {each: ProofCell(f"{took / torchs:.2f}") for each, took in times.items()}
+        yield "of torch's step", row(cells)
+
+
+def bounds_of(settings: Settings) -> dict[str, str]:
+    """Return what is promised of each row that can fail."""
+    dtype = settings.compute_dtype
+    losses, in_time = f"≤ {LOSSES[dtype]:g}", f"< {_PATIENCE:g} s"
+    return {
+        "losses differ by": losses,
+        "gradients differ by": f"≤ {GRADIENTS[dtype]:g}",
+        "resumed from a checkpoint": "same bits",
+        "resumed on one, off by": losses,
+        "planned, with slack": "≥ it",
+        **{trouble.promise: in_time for trouble in _TROUBLES},
+    }
 
 
 def _apart(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.base.errors import CheckpointError
@@ -27,7 +25,6 @@ Name = str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
 
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BUFFER = 1 << 20  # bytes of each of two weights that are compared
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -61,7 +58,33 @@ def build(
         ValueError: ``transformers`` cannot build the model, or ``dtype`` is not one.
     """
     where = find(name)
-    with open_source(where) as source, torch.no_grad():
+    with open_source(where) as source:
+        return build_from(source, where, name, model_class=model_class, dtype=dtype, **config)
+
+
+def build_from(
+    source: Source,
+    where: Path,
+    name: Name,
+    *,
+    model_class: Any,
+    dtype: torch.dtype | str | None,
+    **config: Any,
+) -> PreTrainedModel:
+    """Build the model of weights that are open; see :func:`build`.
+
+    Args:
+        source: the weights.
+        where: the folder that was asked for.
+        name: what the model is called.
+        model_class: as for :func:`build`.
+        dtype: as for :func:`build`.
+        config: as for :func:`build`.
+
+    Raises:
+        CheckpointError, ValueError: as by :func:`build`.
+    """
+    with torch.no_grad():
         settings = _config(source, where, config)
         if getattr(settings, "quantization_config", None) is not None:
             raise CheckpointError(
@@ -79,10 +102,17 @@ def build(
             *(name, CONFIG, ", ".join(untied)),
         )
     model.config.name_or_path = model.name_or_path = os.fspath(name)
-    if model.can_generate() and where.is_dir():
-        model.generation_config = opening.generation_config(where) or model.generation_config
+    folders = [each for each in (where, source.where) if each.is_dir()]
+    if model.can_generate() and any(found := [*map(opening.generation_config, folders)]):
+        model.generation_config = next(filter(None, found))
     model.train(mode=False)
     return model
+
+
+def find_adapters(where: Path) -> Path | None:
+    """Return the folder of the adapters that a path means: its own, or that of its run."""
+    folders = (where, where / "adapters")
+    return next((each for each in folders if (each / opening.ADAPTER_CONFIG).is_file()), None)
 
 
 @contextlib.contextmanager
@@ -116,18 +146,7 @@ def find(name: Name) -> Path:
         CheckpointError: there is nothing of this name.
     """
     path = Path(name)
-    if path.exists():
-        return path
-    if not _REPOSITORY.fullmatch(os.fspath(name)):
-        raise CheckpointError(f"{path}: found nothing there, expected a folder of a model")
-    try:  # processes of one host wait for each other
-        return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES))
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{path}: found no such folder, and could not get it from the Hugging Face Hub "
-            f"({reason}); expected a folder of a model, or the name of a repository"
-        ) from error
+    return path if path.exists() else opening.from_hub(os.fspath(name), _FILES)
 
 
 def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:

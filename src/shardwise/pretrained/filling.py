@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,11 +142,24 @@ def fill(
             ranks alike.
         TypeError: ``model`` has no ``transformers`` model in it.
     """
+    return fill_from(model, lambda: open_source(find(name)), name, names, init, buffer, group)
+
+
+def fill_from(
+    model: nn.Module,
+    opened: Callable[[], AbstractContextManager[Source]],
+    name: Name,
+    names: Mapping[str, str] | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+    buffer: int = BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Read the weights of a model from what a function opens; for the rest, see :func:`fill`."""
     wait_for_save()
     inner = hf.inner_model(model)
     ranks = Ranks(group_for(group))
     doing = f"loading {name}"
-    report = ranks.all(doing, lambda: _load(model, inner, name, names or {}, buffer))
+    report = ranks.all(doing, lambda: _load(model, inner, opened, names or {}, buffer))
     with same_random_numbers(model, ranks, doing):
         ranks.all(doing, lambda: _initialize(model, init))
     if ranks.coordinates:
@@ -154,10 +168,13 @@ def fill(
 
 
 def _load(
-    model: nn.Module, inner: PreTrainedModel, name: Name, names: Mapping[str, str], buffer: int
+    model: nn.Module,
+    inner: PreTrainedModel,
+    opened: Callable[[], AbstractContextManager[Source]],
+    names: Mapping[str, str],
+    buffer: int,
 ) -> LoadReport:
     """Read what the files have."""
-    where = find(name)
     window = ReadWindow(buffer)
     reshard(model)
     state = own_tensors(model)
@@ -168,7 +185,7 @@ def _load(
         plain = names.get(f"{path}.codes", f"{path}.codes").removesuffix("codes") + "weight"
         packed |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), plain)
     names = {**names, **packed}
-    with open_source(where) as source, torch.no_grad():
+    with opened() as source, torch.no_grad():
         conversions = hf.Conversions(inner, {names.get(n, n) for n in state})
         plan = plan_filling(conversions, source)
         found: dict[str, str] = {}  # name in the model -> the plain name that it is found under

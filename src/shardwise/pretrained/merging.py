@@ -8,6 +8,7 @@ from the base's files to the new ones through a buffer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -93,13 +94,38 @@ def merge_lora(
     check_destination(destination, adapters, force=force)
     folder_of_base = find(named if base is None else base)
     check_destination(destination, folder_of_base, force=force)
-    with HfSource(adapters / ADAPTER_WEIGHTS) as values, open_source(folder_of_base) as plain:
-        merged = MergedSource(plain, values, adapters)
+    with open_merged(adapters, folder_of_base) as merged:
         total = sum(info.nbytes for info in merged.tensors.values())
         with written_beside(destination, adapters, force=force) as folder, torch.no_grad():
             folder.mkdir()
             write_hf(folder, merged, ReadWindow(buffer, watch(total)), max_shard_size)
             _write_beside(folder, adapters, folder_of_base, merged.untied)
+
+
+@contextlib.contextmanager
+def open_merged(adapters: Path, base: Path | None = None) -> Iterator[MergedSource]:
+    """Open the weights of a base model with adapters merged into them.
+
+    Args:
+        adapters: a folder that ``peft`` wrote.
+        base: the model; ``None``: the one that the adapters name.
+
+    Raises:
+        CheckpointError: a file is damaged, the adapters belong to another model, or they cannot be
+            merged.
+    """
+    base = find_base(adapters) if base is None else base
+    with HfSource(adapters / ADAPTER_WEIGHTS) as values, open_source(base) as plain:
+        yield MergedSource(plain, values, adapters)
+
+
+def find_base(adapters: Path) -> Path:
+    """Return the folder of the base model that adapters name.
+
+    Raises:
+        CheckpointError: they name none, or there is no such model.
+    """
+    return find(_base_of(adapters))
 
 
 S = TypeVar("S")

@@ -21,7 +21,7 @@ import signal
 import stat
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 MOST_LAYERS = 10_000  # each is built, and rehearsed
+REACHED_WITHIN = 5.0  # seconds, by a Hub that is there
 LIMIT = 120.0  # seconds that a stranger's pattern, template or tokenizer may take at a time
 
 GENERATION_CONFIG = "generation_config.json"
@@ -51,6 +52,7 @@ _MOST_ID = 2**31 - 1
 _LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
 _COUNTS = re.compile(r".*layers?|depths?|.*_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions")
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what else is in its place is a path
 # What names code: that of a folder or a repository, or kernels of the Hub.
 _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 # Kinds of adapters that only change layers; others load models, tokenizers and further adapters.
@@ -116,6 +118,56 @@ def limited(what: str) -> Iterator[None]:
         last.cancel()
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+# -- the Hub ---------------------------------------------------------------------------------------
+
+
+def from_hub(name: str, files: Sequence[str]) -> Path:
+    """Download files of a repository on the Hugging Face Hub, once for each host.
+
+    Args:
+        name: of the repository.
+        files: patterns of their names.
+
+    Returns:
+        The folder that they are in.
+
+    Raises:
+        CheckpointError: there is no such repository, or the Hub cannot be reached and the files
+            were not downloaded before.
+    """
+    if not _REPOSITORY.fullmatch(name):
+        raise CheckpointError(f"{name}: found nothing there, expected a folder of a model")
+    from huggingface_hub import snapshot_download
+
+    away = hub_is_away()
+    try:  # processes of one host wait for each other
+        found = snapshot_download(name, allow_patterns=[*files], local_files_only=away)
+    except Exception as error:  # of the network, of permissions, of names
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise CheckpointError(
+            f"{name}: found no such folder, and could not get it from the Hugging Face Hub "
+            f"({'which cannot be reached' if away else reason}); expected a folder of a model, or "
+            "the name of a repository"
+        ) from error
+    return Path(found)
+
+
+def hub_is_away() -> bool:
+    """Whether the Hub cannot be reached, which takes seconds.
+
+    Its client finds out by trying again for half a minute, with every file that is asked for.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=REACHED_WITHIN)
+    except Exception:  # of whichever library its client is built upon
+        return True
+    return False
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -232,11 +284,14 @@ def tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if Path(name).is_dir():
+    if here := Path(name).is_dir():
         _check_files(Path(name))
+    here = here or hub_is_away()
     try:
         with limited(f"the tokenizer in {name}"):
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(
+                name, trust_remote_code=False, local_files_only=here
+            )
     except Exception as error:  # each loader fails in its own way
         reason = one_line(error) or type(error).__name__
         raise CheckpointError(f"the tokenizer in {name} cannot be loaded ({reason})") from error

@@ -222,6 +222,20 @@ _MEANING = {
     Part.OTHER: "other: data, loss, logging",
 }
 
+#: What the colors of the details stand for; page.js has those of activities.
+_DETAIL = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "issuing collectives": "runtime",
+    "copying": "copy",
+    "waiting for a collective": "wait",
+    "waiting for a rank": "peer",
+    "all-gather": "gather",
+    "reduce-scatter, all-reduce": "reduce",
+    "other": "other",
+}
+
 #: Rows of a rank in detail, from the top down.
 _ROWS = ("groups", "host", "device")
 
@@ -304,22 +318,26 @@ def _steps(
     yield '<thead><tr><th scope="col">rank</th>'
     for step in steps:
         yield (
-            f'<th scope="col"><a href="#detail" data-step="{step.number}">step {step.number}</a> '
-            f"{units.seconds(step.seconds)}</th>"
+            f'<th scope="col"><a href="#detail" data-step="{step.number}">{_step(step)}</a></th>'
         )
     yield "</tr></thead><tbody>"
     if predicted is not None:
         yield '<tr class="predicted"><th scope="row">predicted</th>'
-        for _ in steps:
-            yield f"<td>{_bar(_predicted_parts(predicted), longest)}</td>"
+        for step in steps:
+            yield f'<td data-head="{_step(step)}">{_bar(_predicted_parts(predicted), longest)}</td>'
         yield "</tr>"
     for rank in ranks:
         yield f'<tr><th scope="row">{rank.rank}</th>'
         for step in steps:
             mine = next((each for each in step.ranks if each.rank == rank.rank), None)
-            yield f"<td>{'' if mine is None else _cell(mine, step, longest)}</td>"
+            cell = "" if mine is None else _cell(mine, step, longest)
+            yield f'<td data-head="{_step(step)}">{cell}</td>'
         yield "</tr>"
     yield "</tbody></table></div></section>"
+
+
+def _step(step: StepOfAll) -> str:
+    return f"step {step.number}, {units.seconds(step.seconds)}"
 
 
 def _cell(mine: StepOfRank, step: StepOfAll, longest: float) -> str:
@@ -369,7 +387,9 @@ def _detail(steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]) -> Iterat
     yield "</select></label>"
     for name, label in (("in", "Zoom in"), ("out", "Zoom out"), ("all", "Whole step")):
         yield f'<button type="button" data-zoom="{name}">{label}</button>'
-    yield "</p><noscript><p>The details need JavaScript.</p></noscript>"
+    yield "</p>"
+    yield keys((name, f"var(--{color})") for name, color in _DETAIL.items())
+    yield "<noscript><p>The details need JavaScript.</p></noscript>"
     yield '<div class="chart"><canvas id="chart" tabindex="0" role="img" '
     yield 'aria-label="What each rank did at which moment"></canvas></div>'
     yield '<p id="about" aria-live="polite">Point at a bar to see what it is. Drag to move.</p>'
@@ -425,7 +445,7 @@ def _memory(timeline: Timeline) -> Iterator[str]:
     yield table(
         ("rank", *(kind.value.replace("_", " ") for kind in kinds)),
         [
-            (str(rank), *(units.brief_size(most.get(kind, 0)) for kind in kinds))
+            (str(rank), *(units.binary_size(most.get(kind, 0)) for kind in kinds))
             for rank, most in rows
         ],
     )
@@ -513,7 +533,7 @@ def _about(span: Span) -> str:
     if span.activity is Activity.PEER:
         words = [f"wait for rank {span.name}"]
     if span.nbytes:
-        words.append(units.brief_size(span.nbytes))
+        words.append(units.binary_size(span.nbytes))
         if span.seconds > 0:
             words.append(f"{span.nbytes / span.seconds / 1e9:.3g} GB/s")
     if span.transport:

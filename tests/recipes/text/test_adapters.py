@@ -32,6 +32,7 @@ from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import Gathers, PrecisionName
 from shardwise.insight.schema.training import Existing
+from tests.cli.shell import call
 from tests.pretrained.test_merging import with_experts
 from tests.recipes.running import as_after, train
 from tests.recipes.small import losses, small_config, validation
@@ -69,6 +70,32 @@ def test_two_ranks_have_the_losses_of_peft_bit_for_bit(
     for config in configs:
         expected = plain_losses(config, 2, chat_batches(config, 2))
         assert [loss for _, loss, _ in losses(config)] == expected, config.train.output.out.name
+
+
+def test_text_is_generated_from_a_run_and_its_adapters_on_the_base_that_they_name(
+    ranks: Ranks, tmp_path: Path, published: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    config = adapting(tmp_path, published, "run", steps=2, sample_tokens=6)
+    ranks(train, 2, config)
+    files = config.files
+    capsys.readouterr()
+    adapted = AutoPeftModelForCausalLM.from_pretrained(files.adapters).merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(files.adapters)
+    tokens = tokenizer("rank shard", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = adapted(tokens).logits[0, -1]
+    words = ("--prompt", "rank shard", "--temperature", "0", "--max-tokens", "1")
+    expected = f"rank shard{tokenizer.decode(logits.argmax())}\n"
+    for source in (files.root, files.adapters):
+        assert call("generate", str(source), *words) == 0
+        assert capsys.readouterr().out == expected
+    chats = [json.loads(line) for line in Path(config.chat[0]).read_text().splitlines()]
+    asked = {each["messages"][0]["content"] for each in chats if "messages" in each}
+    asked |= {each["prompt"] for each in chats if "prompt" in each}
+    assert files.sample.read_text().startswith(tuple(asked)), "a question of the data"
 
 
 def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(

@@ -16,14 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 from typer import Option
@@ -39,12 +31,13 @@ from shardwise.app.cli.options import (
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.ordering import nan_last
-from shardwise.base.units import brief_size, counted, printable, show
+from shardwise.base.progress import progress
+from shardwise.base.units import binary_size, counted, printable, show
 from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.entries import StatePath
-    from shardwise.checkpoint.formats.source import Source, Watch
+    from shardwise.checkpoint.formats.source import Source
     from shardwise.checkpoint.tools.diff import Difference
     from shardwise.checkpoint.tools.survey import Damage, Listed
 
@@ -148,8 +141,8 @@ def verify(path: Checkpoint, buffer: Buffer = DEFAULT_BUFFER, json: Json = False
         skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
             raise UserError(f"{path}: found a format without checksums, expected shardwise's own")
-        with _progress("verifying") as watch:
-            damages = list(run(path, buffer=buffer, watch=watch))
+        with progress("verifying", unit="bytes") as work:
+            damages = list(run(path, buffer=buffer, watch=work.of))
     _show_damages(path, damages, json=json)
     for each in skipped:
         text = f"warning: {each.path} is newer but not complete: {each.problem}"
@@ -190,9 +183,9 @@ def diff(
         reporting_errors(),
         open_source(existing(first)) as a,
         open_source(existing(second)) as b,
-        _progress("comparing") as watch,
+        progress("comparing", unit="bytes") as work,
     ):
-        found = list(differences(a, b, buffer=buffer, watch=watch))
+        found = list(differences(a, b, buffer=buffer, watch=work.of))
     _show_differences(a.where, b.where, found, layers=layers, json=json)
     if found:
         raise typer.Exit(1)
@@ -295,31 +288,6 @@ _MOST_DAMAGES = 20
 _WIDE = 10_000  # columns of a list that is not shown in a terminal: each checkpoint on a line
 
 
-@contextlib.contextmanager
-def _progress(doing: str) -> Iterator[Watch]:
-    """Show a progress bar if stderr is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda total: lambda moved: None
-        return
-    narrow = console.width < 76
-    with Progress(
-        TextColumn(doing),
-        BarColumn(bar_width=None),
-        DownloadColumn(),
-        *([] if narrow else [TransferSpeedColumn(), TimeRemainingColumn()]),
-        console=console,
-        expand=True,
-        transient=True,
-    ) as bar:
-
-        def watch(total: int) -> Any:
-            task = bar.add_task(doing, total=total)
-            return lambda moved: bar.update(task, advance=moved)
-
-        yield watch
-
-
 def _write(
     doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
 ) -> None:
@@ -327,9 +295,9 @@ def _write(
     with (
         warnings.catch_warnings(record=True, action="always", category=UserWarning) as notes,
         reporting_errors(),
-        _progress(doing) as watch,
+        progress(doing, unit="bytes") as work,
     ):
-        run(src, dst, *more, watch=watch, **options)
+        run(src, dst, *more, watch=work.of, **options)
     _show_written(dst)
     for note in notes:
         show(f"note: {note.message}")
@@ -347,7 +315,7 @@ def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:
     for each in found:
         table.add_row(
             _text(each.path.name if each.step is None else str(each.step)),
-            Text(brief_size(each.nbytes)),
+            Text(binary_size(each.nbytes)),
             Text("incomplete", style="red") if each.problem else Text("complete", style="green"),
             *map(
                 _text,
@@ -420,7 +388,7 @@ def _print_section(
     total = sum(source.tensors[path].nbytes for path in paths)
     numel = sum(source.tensors[path].numel for path in paths)
     console.print()
-    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {brief_size(total)}"
+    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {binary_size(total)}"
     console.print(Text(title, style="bold"))
     sharded = any(path in source.placements for path in paths)
     table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
@@ -517,7 +485,7 @@ def _show_written(path: Path) -> None:
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)
     what = "" if path.is_file() else f" in {counted(files, 'file')}"
-    show(f"wrote {path}: {brief_size(size)}{what}")
+    show(f"wrote {path}: {binary_size(size)}{what}")
     if not path.is_dir() or format_of(path) is not Format.HF:
         return
     if not (path / CONFIG).exists():

@@ -131,7 +131,7 @@ def save(path: Path, text: str) -> None:
 
 def _pairs(path: Path) -> list[tuple[Any, Any]]:
     """Return the keys and values of a file as nodes."""
-    require_installed("--config", ["yaml"], "train")
+    require_installed("--config", ["yaml"])
     import yaml
 
     try:

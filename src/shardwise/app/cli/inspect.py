@@ -24,7 +24,7 @@ from shardwise.app.cli.options import (
 )
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import UserError
-from shardwise.base.units import brief_size, printable
+from shardwise.base.units import binary_size, printable
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS, find_settings
 from shardwise.insight.schema.option import OptionError, flatten, naming, require
@@ -179,7 +179,7 @@ def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None)
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)
+    typer.echo(printable(f"wrote {path}: {binary_size(path.stat().st_size)}"), err=True)
 
 
 # -- what is inspected -----------------------------------------------------------------------------

@@ -28,11 +28,13 @@ from shardwise.app.cli.options import (
 )
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import NotPossibleError, UserError
+from shardwise.base.progress import progress
+from shardwise.base.say import say
 from shardwise.base.units import show
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError
-from shardwise.insight.planning.presets import MODELS, ModelError, find_settings
+from shardwise.insight.planning.presets import MODELS, ModelError, find_settings, is_code
 from shardwise.insight.planning.settings import (
     MACHINE,
     MOST_RANKS,
@@ -100,7 +102,7 @@ MODEL_ARGUMENT = keyword_only(
         NameArgument(
             metavar="MODEL",
             help=f"{', '.join(MODELS)}; the path of a config.json of transformers; or "
-            "package.module:name of a function in code that makes a module.",
+            "package.module:function or FILE.py:function in code, which makes a module.",
         ),
     ],
 )
@@ -156,7 +158,7 @@ class PlanConfig(Config):
         with reporting():
             mesh = WantedMesh.parse(self.mesh, MOST_RANKS)
             settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)
-            if ":" not in model:
+            if not is_code(model):
                 find_settings(model)  # before torch is imported
             if self.compare:
                 self._compare(model, settings)
@@ -164,6 +166,7 @@ class PlanConfig(Config):
             plan = self._plan(model, settings, limit)
         if self.html is not None:
             plan.to_html(self.html)
+            say(f"written to {self.html}")
         if self.json:
             print(json_module.dumps(plan.to_json(), separators=(",", ":")))
         elif self.html is None:
@@ -199,6 +202,10 @@ class PlanConfig(Config):
             raise OptionError("--fit", self.fit, expected) from None
 
     def _plan(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
+        with progress(f"planning for {model}"):
+            return self._planned(model, settings, limit)
+
+    def _planned(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
         with importing():  # here, and not before: it takes seconds, as building a model does
             from shardwise.insight.planning.api import (
                 find_machine,

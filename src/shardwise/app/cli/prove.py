@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.app.cli.options import Options, with_options
 from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
 from shardwise.app.recipes.core.installed import check_extras
+from shardwise.base.progress import LongWork, progress
 from shardwise.base.say import say
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import most_ranks
@@ -21,6 +22,9 @@ from shardwise.frontends.strategies import DATA, WantedMesh
 from shardwise.insight.planning.settings import PlannedStep, Settings
 from shardwise.insight.schema.option import OUTPUT, TRAINING, Bounds, Config, require, setting
 from shardwise.insight.schema.sharding import StrategyConfig
+
+if TYPE_CHECKING:
+    from shardwise.insight.proof import Proof
 
 _EXAMPLES = """
 [bold]Examples[/bold]
@@ -72,12 +76,35 @@ class ProveConfig(Config):
             mesh = WantedMesh.parse(f"{DATA}={self.nproc}")
             settings = Settings.of(self.sharding, self.step, mesh=mesh)
             with importing():
-                from shardwise.insight.proof import prove
-            proof = prove(model, settings, self.steps, say)
+                from shardwise.insight.proof import JOBS
+            with progress("proving", JOBS, "parts") as work:
+                proof = self._prove(model, settings, work)
         proof.to_html(self.html)
         print(json.dumps(proof.to_json(), allow_nan=False) if self.json else proof)
         say(f"written to {self.html}")
         return 1 if proof.failures else 0
+
+    def _prove(self, model: str, settings: Settings, work: LongWork) -> Proof:
+        """Prove, and keep on the page what there is."""
+        from shardwise.insight.proof import prove
+
+        kept: list[Path] = []
+
+        def begin(text: str) -> None:
+            if work.doing != "proving":
+                work.moved()
+            work.doing = text
+
+        def keep(proof: Proof) -> None:
+            proof.to_html(self.html)
+            kept[:] = [self.html]
+
+        try:
+            return prove(model, settings, self.steps, begin, keep)
+        except BaseException:
+            for page in kept:
+                say(f"what was found so far is in {page}")
+            raise
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:

@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from shardwise.base.say import say
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
+from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing, run_rank, run_worker
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
@@ -40,6 +43,7 @@ from shardwise.elastic.world import (
 from shardwise.insight.planning.settings import MOST_RANKS
 from shardwise.insight.schema.option import (
     HOSTS,
+    OUTPUT,
     Bounds,
     Config,
     Count,
@@ -131,6 +135,45 @@ class LaunchConfig(HostsConfig):
     def nodes(self) -> Nodes | None:
         """Return the hosts of the job; see :meth:`Nodes.of`."""
         return self.nodes_within(self.rdzv_timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig(LaunchConfig):
+    """How the ranks of a script are started, and what of their output is shown."""
+
+    tee: str = setting(
+        "3",
+        "What ranks write that is shown, each line behind its rank: 1 standard output, 2 standard "
+        "error, 3 both, 0 nothing; or for ranks of this host, as 0:3,1:2.",
+        OUTPUT,
+        metavar="STREAMS",
+    )
+    log_dir: Path | None = setting(
+        None,
+        "Keep what ranks write, in a folder for this job: attempt_N/RANK/stdout.log, stderr.log.",
+        OUTPUT,
+        metavar="FOLDER",
+    )
+
+    def shown(self) -> Shown:
+        """Return what of the output is shown and kept.
+
+        Raises:
+            UserError: an option is wrong.
+        """
+        expected = "0, 1, 2 or 3, or such as 0:3,1:2: a rank of this host, and one of these"
+        require(bool(_TEE.fullmatch(self.tee)), "--tee", self.tee, expected)
+        folder = None
+        if self.log_dir is not None:
+            folder = self.log_dir.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--log-dir: {folder}: {error.strerror}") from None
+        return Shown(self.tee, folder)
+
+
+_TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
 def run(job: TrainingJob, launch: LaunchConfig) -> None:
@@ -365,7 +408,7 @@ _MODULE = keyword_only(
 def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the command."""
     launch = Options(
-        default=LaunchConfig(),
+        default=ScriptConfig(),
         without=frozenset({"dry_run", "plan", "world_size"}),
         shows={
             "nproc": {"help": "Processes to start on this host."},
@@ -406,7 +449,7 @@ def _module(words: list[str]) -> tuple[list[str], dict[str, str]]:
     return ["-m", *words], {"--module": name}
 
 
-def _run_script(words: Sequence[str], options: dict[str, str], launch: LaunchConfig) -> int:
+def _run_script(words: Sequence[str], options: dict[str, str], launch: ScriptConfig) -> int:
     nodes, world = launch.nodes(), find_world()
     if world is not None:
         raise UserError(
@@ -417,4 +460,5 @@ def _run_script(words: Sequence[str], options: dict[str, str], launch: LaunchCon
     if nodes is not None:
         nodes = replace(nodes, options=options)
         say(_meeting(nodes))  # standard output is the script's
-    return run_job(lambda attempt: command, processes, launch.max_restarts, nodes or HERE)
+    shown, restarts = launch.shown(), launch.max_restarts
+    return run_job(lambda attempt: command, processes, restarts, nodes or HERE, shown)

@@ -13,7 +13,7 @@ import typer
 from shardwise.app.cli.options import Html, Integer, Json, PathArgument
 from shardwise.app.runs.files import RunFiles
 from shardwise.base.errors import UserError
-from shardwise.base.units import brief_size, counted, printable, show
+from shardwise.base.units import binary_size, counted, printable, show
 from shardwise.insight.schema.option import OptionError, require
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
     if html is not None:
         # Into the file that is there: it may be a device, such as /dev/stdout.
         size = html.write_bytes(page(_names(runs), found, Updates.NEVER).encode())
-        typer.echo(printable(f"wrote {html}: {brief_size(size)}"), err=True)
+        typer.echo(printable(f"wrote {html}: {binary_size(size)}"), err=True)
     if json:
         print(json_module.dumps(vars(compared(found))))  # ASCII: some text has no encoding
     elif html is None:

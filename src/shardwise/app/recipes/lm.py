@@ -26,6 +26,7 @@ from shardwise.app.recipes.core.model import (
     build,
     config_json,
     decoder_layers,
+    end_tokens,
     generate_tokens,
     initialize,
     next_token_loss,
@@ -33,11 +34,13 @@ from shardwise.app.recipes.core.model import (
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
+from shardwise.app.recipes.text.chat import ChatData, ChatEncoder
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
 from shardwise.base.errors import CheckpointError, UserError
-from shardwise.base.units import listed, printable
+from shardwise.base.progress import progress
+from shardwise.base.units import binary_size, listed, printable
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig
@@ -62,7 +65,8 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     if config.pretrained is None:
         initialize(model, train.seed)
     else:
-        introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
+        with _reading(config.pretrained, place):
+            introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
     if adapters is not None:
         frozen, how = adapters.decide(sharded, place)
         gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
@@ -141,6 +145,16 @@ def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
     return Adapters(model, config)
 
 
+@contextlib.contextmanager
+def _reading(name: str, place: TrainContext) -> Iterator[None]:
+    """Say on rank 0 that weights are read, if it takes long."""
+    size = sum(file.stat().st_size for file in Path(name).glob("**/*.safetensors"))
+    sized = f", {binary_size(size)}" if size else ""
+    is_first = place.world.rank == 0
+    with progress(f"reading {name}{sized}") if is_first else contextlib.nullcontext():
+        yield
+
+
 def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:
     """Load published weights into the shards; return what came of it."""
     torch.manual_seed(seed)
@@ -212,6 +226,22 @@ def example(config: LmConfig) -> Example:
     return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, gathers=gathers)
 
 
+def _prompt(inputs: LmInputs, vocabulary: Vocabulary) -> tuple[str, list[int]]:
+    """Return what the sample continues: for people, and as tokens.
+
+    After a training on chats, a question of those that are held out, or --prompt in its place.
+    """
+    config = inputs.config
+    if isinstance(inputs.text, ChatData):
+        assert isinstance(vocabulary, Tokenizer)
+        encoder, lines = ChatEncoder(vocabulary), inputs.text.validation
+        asked = (encoder.question(lines.read(i), config.prompt) for i in range(len(lines)))
+        if (found := next(filter(None, asked), None)) is not None and found[1]:
+            return found
+    text = config.prompt_text
+    return text, [vocabulary.separator, *vocabulary.encode(text)]
+
+
 def _finish(
     inputs: LmInputs,
     place: TrainContext,
@@ -227,19 +257,21 @@ def _finish(
     config = inputs.config
     if not config.sample_tokens:
         return results
+    prompt, begin = _prompt(inputs, vocabulary)
     with torch.compiler.set_stance("force_eager"):  # every token would have a graph of its own
         drawn = generate_tokens(
             cast("nn.Module", model),
-            [vocabulary.separator, *vocabulary.encode(config.prompt_text)],
+            begin,
             config.sample_tokens,
             Sampling(temperature=config.temperature, seed=config.train.seed),
             vocab_size=vocabulary.used,
             window=config.seq_length,
             device=place.device,
+            stop=end_tokens(model, vocabulary.as_transformers()) if config.chat else frozenset(),
         )
         tokens = list(drawn)
     if place.world.rank == 0:
-        text = config.prompt_text + vocabulary.decode(tokens)
+        text = prompt + vocabulary.decode(tokens)
         say = place.display.say
         write_text(config.files.sample, text + "\n")
         say(f"sample     {config.files.sample}")

@@ -22,9 +22,9 @@
 
   function table(heads, rows) {
     const body = rows.map(row => h("tr", {},
-      row.map(cell => h("td", cell instanceof Element || String(cell).length < 60 ? {} : { class: "text" },
+      row.map((cell, at) => h("td", { "data-head": heads[at], ...(cell instanceof Element || String(cell).length < 60 ? {} : { class: "text" }) },
         cell instanceof Element ? cell : String(cell)))));
-    return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" },
+    return h("div", { class: "scroll cells", tabindex: 0, role: "region", "aria-label": "table" },
       h("table", {}, h("thead", {}, h("tr", {}, heads.map(head => h("th", { scope: "col" }, head)))), h("tbody", {}, body)));
   }
 
@@ -178,7 +178,7 @@
     if (s) add(s.replace("_per_s", "/s"), brief(l[s]));
     if (isNumber(l.mfu)) add("MFU", percent(l.mfu));
     if (isNumber(l.memory_mib)) add(peak ? `memory, ${planned(run)} ${bytes(peak)}` : "memory of a rank", mebibytes(l.memory_mib));
-    add("gradient norm", figure(l, "grad_norm"));
+    if ("grad_norm" in l) add("gradient norm", figure(l, "grad_norm"));
     add("learning rate", figure(l, "lr"));
     if (isNumber(l.epoch)) add("epochs", brief(l.epoch));
     return h("div", { class: "tiles" }, shown);
@@ -311,7 +311,7 @@
     return {
       width: Math.max(200, chart.box.clientWidth), height: 230,
       scales: { x: { time: false }, y: chart.log ? { distr: 3 } : name === "memory_mib" || name.endsWith("_per_s") || name === "mfu" ? { range: (u, low, high) => uPlot.rangeNum(Math.min(0, low), high, 0.1, true) } : {} },
-      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: name === "memory_mib" ? 72 : 62, values: (u, ticks) => ticks.map(v => v === null ? "" : name === "memory_mib" ? mebibytes(v) : name === "mfu" ? percent(v) : Math.abs(v) >= 10000 ? count(v) : brief(v)) }],
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: (u, ticks) => 24 + 7 * Math.max(...(ticks || [""]).map(tick => tick.length)), values: (u, ticks) => ticks.map(v => v === null ? "" : name === "memory_mib" ? mebibytes(v) : name === "mfu" ? percent(v) : Math.abs(v) >= 10000 ? count(v) : brief(v)) }],
       series: [{ label: "step", value: (u, v, at, i) => grouped(i === null ? newest(u.data[0]) : v) }, ...series],
       bands: edge < 0 ? [] : [{ series: [edge + 1, edge + 2], fill: color(lines[edge].tint, 0.22) }],
       cursor: { sync: { key: "steps" }, y: false, drag: { x: true, y: false } },
@@ -358,6 +358,14 @@
     const roots = names.map(name => charts.get(name).root);
     if (roots.some((root, at) => box.children[at] !== root)) box.replaceChildren(...roots);
     for (const name of names) drawChart(name, charts.get(name), anew);
+    fit();
+  }
+
+  function fit() {  // each chart into its card, which may have been narrower or hidden when it was drawn
+    for (const { plot, box } of charts.values()) {
+      const width = Math.max(200, box.clientWidth);
+      if (plot && box.clientWidth && plot.width !== width) plot.setSize({ width, height: 230 });
+    }
   }
 
   // -- the page ----------------------------------------------------------------------------------
@@ -381,11 +389,7 @@
 
   function redraw() { drawCharts(shown.charts, true); }
 
-  let width = 0;
-  new ResizeObserver(() => {
-    if (main.clientWidth !== width && width) charts.forEach(chart => chart.plot && chart.plot.setSize({ width: Math.max(200, chart.box.clientWidth), height: 230 }));
-    width = main.clientWidth;
-  }).observe(main);
+  new ResizeObserver(fit).observe(main);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
   // A training that was killed cannot say so. But it would have written this page again.

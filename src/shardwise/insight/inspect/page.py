@@ -16,7 +16,7 @@ from itertools import groupby, pairwise, product
 
 from shardwise.base.html import document, escape
 from shardwise.base.lazy import resource
-from shardwise.base.units import brief_size, counted
+from shardwise.base.units import binary_size, counted
 from shardwise.insight.inspect.grid import Block, Grid, Tiling
 from shardwise.insight.inspect.report import MEANINGS, ParameterReport, Report, folded
 from shardwise.insight.inspect.text import blocks_of, totals_of
@@ -144,7 +144,7 @@ def drawing(report: Report, parameter: ParameterReport, rank: int | None = None)
     title = words(8, 16, parameter.name, "n") + words(
         8,
         31,
-        f"{shape_in_words(parameter.shape)} {parameter.dtype}, {brief_size(parameter.nbytes)}, "
+        f"{shape_in_words(parameter.shape)} {parameter.dtype}, {binary_size(parameter.nbytes)}, "
         f"on {report.grid}{times}",
         "d",
     )
@@ -198,7 +198,7 @@ def _cell(
         "does not have this parameter" if block is None else block_in_words(block, parameter.shape)
     )
     data = f' data-r="{rank}"' + ("" if number is None else f' data-b="{number}"')
-    title = f"rank {rank}: {held}, {brief_size(parameter.nbytes_on(rank))}"
+    title = f"rank {rank}: {held}, {binary_size(parameter.nbytes_on(rank))}"
     return shape(path, hue, "c b v" if hue is None else "c b", data, title)
 
 
@@ -217,7 +217,7 @@ def draw_parameter(parameter: ParameterReport, rank: int | None = None) -> Pictu
     parts += _labels(tiling, y_axis, x_axis)
     bottom = 30 + height
     if parameter.padding_nbytes:
-        text = f"+ {brief_size(parameter.padding_nbytes)} padding on all ranks"
+        text = f"+ {binary_size(parameter.padding_nbytes)} padding on all ranks"
         path = outline([(_LABEL, bottom + 3, width, 11)])
         parts.append(shape(path, None, "b v", "", f"{text}, while gathered"))
         parts.append(words(_LABEL + width / 2, bottom + 11.5, text, "d m t"))
@@ -277,7 +277,7 @@ def _blocks(parameter: ParameterReport, y_axis: _Axis, x_axis: _Axis) -> Iterato
             title = (
                 f"{holders_in_words(block.ranks)}: "
                 f"{block_in_words(block, tiling.shape)}, "
-                f"{brief_size(block.numel * parameter.itemsize)}"
+                f"{binary_size(block.numel * parameter.itemsize)}"
             )
             path = _path(block, y_axis, x_axis)
             yield shape(path, hues[block], classes, f' data-b="{number}"', title)
@@ -394,7 +394,7 @@ def page(report: Report, above: Iterable[str] = ()) -> str:
 def _head(report: Report) -> Iterator[str]:
     yield f"<header><h1>{escape(report.model)}</h1><p>"
     yield escape(
-        f"{report.numel:,} parameters, {brief_size(report.nbytes)}, on "
+        f"{report.numel:,} parameters, {binary_size(report.nbytes)}, on "
         f"{counted(report.grid.size, 'rank')}: {report.grid}"
     )
     yield "</p>"
@@ -419,7 +419,7 @@ def _navigation(rows: Sequence[Row[ParameterReport]]) -> Iterator[str]:
             alike = f" <small>{times} alike</small>" if times > 1 else ""
             yield f"<li><details open><summary>{escape(prefix)}{alike}</summary><ul>"
         for row in members:
-            size = brief_size(row.first.nbytes)
+            size = binary_size(row.first.nbytes)
             yield (
                 f'<li><a href="#{escape(row.full_name)}">{_breakable(row.name)}'
                 f"<small>{escape(shape_in_words(row.first.shape))}, {size}</small></a></li>"
@@ -454,7 +454,7 @@ def _about(row: Row[ParameterReport]) -> str:
     each = row.first
     parts = [
         f"{shape_in_words(each.shape)} {each.dtype}",
-        f"{brief_size(each.nbytes)}",
+        f"{binary_size(each.nbytes)}",
         ", ".join(f"{name} {placement}" for name, placement in each.placements)
         or MEANINGS[each.kind],
     ]

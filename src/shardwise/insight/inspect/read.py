@@ -287,11 +287,20 @@ class ModelReport(Report):
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame: notebooks show it."""
+        """Return the page in a frame as high as it is: notebooks show it."""
         from shardwise.insight.inspect.page import page
 
+        # What scrolls on its own on a page would be cut in a frame.
+        whole = page(self).replace(
+            "</style>", ".mesh,.scroll,nav,nav>ul{max-height:none!important}</style>", 1
+        )
+        fit = "this.style.height=this.contentDocument.documentElement.scrollHeight+24+'px'"
         style = "width: 100%; height: 40em; border: 0"
-        return f'<iframe style="{style}" srcdoc="{html.escape(page(self))}"></iframe>'
+        return f'<iframe style="{style}" onload="{fit}" srcdoc="{html.escape(whole)}"></iframe>'
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Give notebooks and IPython the text that ``print`` shows, where they show no pages."""
+        printer.text(str(self))
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one HTML page that loads nothing else.

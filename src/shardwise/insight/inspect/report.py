@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardwise.base.units import brief_size, counted
+from shardwise.base.units import binary_size, counted
 from shardwise.insight.inspect.grid import Block, Grid, Tiling
 from shardwise.insight.inspect.words import Row, fold, holders_in_words, shape_in_words
 
@@ -376,7 +376,7 @@ def _not_sharded(report: Report) -> Iterator[Remark]:
         nbytes = sum(each.nbytes for each in found)
         yield _remark(
             "not sharded",
-            f"{counted(found, 'parameter')} ({brief_size(nbytes)}) {_verb(found)} full on every "
+            f"{counted(found, 'parameter')} ({binary_size(nbytes)}) {_verb(found)} full on every "
             "rank, with gradients and optimizer state: ignored, or not reached by a fully_shard "
             f"call: {_examples(found)}",
             found,
@@ -398,7 +398,7 @@ def _replicated(report: Report) -> Iterator[Remark]:
             examples = f": {_examples(found)}"
         yield _remark(
             "replicated",
-            f"{what} the same on all {size} ranks along {name}, {brief_size(nbytes)} per rank"
+            f"{what} the same on all {size} ranks along {name}, {binary_size(nbytes)} per rank"
             f"{examples}",
             found,
             nbytes,
@@ -419,11 +419,11 @@ def _unbalanced(report: Report) -> Iterator[Remark]:
     ratio = ""
     if least.parameters:
         times = most.parameters / least.parameters
-        ratio = f", {times:.2f} times as much ({brief_size(more)} more)"
+        ratio = f", {times:.2f} times as much ({binary_size(more)} more)"
     yield _remark(
         "unbalanced",
-        f"rank {most.rank} holds {brief_size(most.parameters)} and rank {least.rank} "
-        f"{brief_size(least.parameters)}{ratio}; {_parameters(found)} sharded unevenly",
+        f"rank {most.rank} holds {binary_size(most.parameters)} and rank {least.rank} "
+        f"{binary_size(least.parameters)}{ratio}; {_parameters(found)} sharded unevenly",
         found,
         more,
     )
@@ -454,9 +454,9 @@ def _padding(report: Report) -> Iterator[Remark]:
     worst = max(found, key=lambda each: each.padding_nbytes)
     yield _remark(
         "padding",
-        f"{brief_size(nbytes)} of padding on all ranks together ({nbytes / held:.2%} of the "
+        f"{binary_size(nbytes)} of padding on all ranks together ({nbytes / held:.2%} of the "
         f"shards) while {_parameters(found)} gathered; "
-        f"{brief_size(worst.padding_nbytes)} of it for {worst.name}",
+        f"{binary_size(worst.padding_nbytes)} of it for {worst.name}",
         found,
         nbytes,
     )
@@ -470,7 +470,7 @@ def _interleaved(report: Report) -> Iterator[Remark]:
         yield _remark(
             "interleaved",
             f"{_parameters(found)} sharded along a dimension other than the first; every unshard "
-            f"copies {brief_size(nbytes)} once more",
+            f"copies {binary_size(nbytes)} once more",
             found,
             nbytes,
         )

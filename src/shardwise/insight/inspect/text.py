@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import html
-from shardwise.base.units import brief_size, counted, printable
+from shardwise.base.units import binary_size, counted, printable
 from shardwise.insight.inspect.grid import Block
 from shardwise.insight.inspect.report import (
     MOST_VALUES,
@@ -136,7 +136,7 @@ def _title(report: Report) -> str:
     dtypes = _dtypes(report)
     dtype = f", {dtypes[0]}" if len(dtypes) == 1 else ""
     return (
-        f"{report.model}: {report.numel:,} parameters, {brief_size(report.nbytes)}{dtype}, "
+        f"{report.model}: {report.numel:,} parameters, {binary_size(report.nbytes)}{dtype}, "
         f"on {counted(report.grid.size, 'rank')}: {report.grid}"
     )
 
@@ -192,7 +192,7 @@ def _table(report: Report, rows: Sequence[Row[ParameterReport]]) -> Table:
             *([each.dtype] if mixed else []),
             *("S(" + ",".join(map(str, dims)) + ")" if dims else "R" for dims in each.cut_along),
             ("" if even else "<= ") + shape_in_words(largest.shape),
-            brief_size(largest.numel * each.itemsize),
+            binary_size(largest.numel * each.itemsize),
         ]
 
     add_rows(table, rows, cells)
@@ -226,7 +226,7 @@ def _block_tables(rows: Sequence[Row[ParameterReport]]) -> Iterator[Text | Paddi
         tied = f", tied to {', '.join(each.aliases)}" if each.aliases else ""
         yield Text(
             f"{row.full_name}{times}: {shape_in_words(each.shape)} {each.dtype}, "
-            f"{brief_size(each.nbytes)}, {placements or each.kind.value}{tied}"
+            f"{binary_size(each.nbytes)}, {placements or each.kind.value}{tied}"
         )
         yield Padding(blocks_of(each).for_terminal(), (0, 0, 1, 2))
 
@@ -292,7 +292,7 @@ def totals_of(totals: Iterable[RankTotals], head: str) -> Cells:
     for each in totals:
         total = each.parameters + each.gradients + each.optimizer
         figures = (each.parameters, each.replicated, each.gradients, each.optimizer, total)
-        ranks_by_cells.setdefault(tuple(map(brief_size, figures)), []).append(each.rank)
+        ranks_by_cells.setdefault(tuple(map(binary_size, figures)), []).append(each.rank)
     return Cells(
         (head, "parameters", "replicated", "gradients*", "Adam*", "total*"),
         [(holders_in_words(sorted(ranks)), *cells) for cells, ranks in ranks_by_cells.items()],
@@ -355,5 +355,5 @@ def _spans_of_run(run: Sequence[Block], dim: int, size: int) -> str:
 
 def _sizes(parameter: ParameterReport, block: Block) -> tuple[str, str]:
     """Bytes and padding of a block; no text where there is no padding."""
-    padding = brief_size(block.padding * parameter.itemsize) if block.padding else ""
-    return brief_size(block.numel * parameter.itemsize), padding
+    padding = binary_size(block.padding * parameter.itemsize) if block.padding else ""
+    return binary_size(block.numel * parameter.itemsize), padding

@@ -41,6 +41,7 @@ from shardwise.insight.planning.settings import (
     MOST_PEERS,
     MOST_RANKS,
     ONE_HOST,
+    OPTIMIZERS,
     MachineConfig,
     PlannedStep,
     Products,
@@ -162,7 +163,7 @@ def with_functions(settings: Settings) -> Settings:
     found: dict[str, Any] = {}
     for name in ("optimizer", "batch", "step"):
         value = getattr(settings, name)
-        if isinstance(value, str) and ":" in value:
+        if isinstance(value, str) and value not in OPTIMIZERS:
             try:
                 found[name] = load_object(value)
             except ModelError as error:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +29,9 @@ from shardwise.insight.planning.presets import (
     LLAMAS,
     SEPARATOR,
     ModelError,
+    find_module,
     find_settings,
+    is_code,
 )
 from shardwise.pretrained.opening import model_of
 from shardwise.wrap import matches, repeated_blocks
@@ -40,14 +46,14 @@ def find_model(name: str, device: torch.device | str = "meta") -> Blueprint:
     """Build a model by its name.
 
     Args:
-        name: a preset, the path of a ``config.json``, or ``package.module:name`` for a function in
-            code that makes a module (or a :class:`Blueprint`).
+        name: a preset, the path of a ``config.json``, or the name of a function in code that makes
+            a module (or a :class:`Blueprint`); see :func:`load_object`.
         device: torch's default device while that function is called.
 
     Raises:
         ModelError: there is no such model, or it cannot be built.
     """
-    if ":" in name:
+    if is_code(name):
         return of_module(_call(name, device), name)
     settings = find_settings(name)
     if name in LLAMAS and "vocab_size" not in settings:
@@ -125,20 +131,54 @@ def _call(name: str, device: torch.device | str) -> nn.Module | Blueprint:
 
 
 def load_object(name: str) -> Callable[..., Any]:
-    """Import what ``package.module:name`` names.
+    """Import what a name in code means.
+
+    Args:
+        name: ``package.module:function``, ``package.module.function`` or ``FILE.py:function``.
 
     Raises:
-        ModelError: there is no such module, or no such name in it.
+        ModelError: there is no such module or file, it cannot be imported, or it has no such name.
     """
-    module, _, attribute = name.partition(":")
+    module, colon, attribute = name.partition(":")
+    if not colon and not name.endswith(".py") and find_module(name) is None:
+        module, _, attribute = name.rpartition(".")
+    attribute = attribute.strip(":").removesuffix("()")
     try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"{name} ({error})", "package.module:name, importable from here") from None
-    function: Callable[..., Any] = found
-    return function
+        imported = import_file(Path(module)) if module.endswith(".py") else import_module(module)
+    except Exception as error:  # whatever the module does
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        expected = "package.module:function, importable from here, or FILE.py:function"
+        raise ModelError(f"{name} ({reason})", expected) from error
+    try:
+        found: Callable[..., Any] = attrgetter(attribute)(imported)
+    except AttributeError:
+        own = [
+            each
+            for each, value in vars(imported).items()
+            if callable(value) and getattr(value, "__module__", "") == imported.__name__
+        ]
+        names = " or ".join(f"{module}:{each}" for each in own[:5]) or f"{module} with a function"
+        raise ModelError(name, names) from None
+    return found
+
+
+def import_file(file: Path) -> ModuleType:
+    """Import a file as the module of its name, as what lies beside it would.
+
+    Raises:
+        ImportError: there is no such file, or another module has this name.
+    """
+    file = file.resolve()
+    if not file.is_file():
+        raise ImportError(f"there is no {file}")
+    sys.path.insert(0, str(file.parent))
+    try:
+        found = import_module(file.stem)
+    finally:
+        sys.path.remove(str(file.parent))
+    if Path(found.__file__ or "").resolve() != file:
+        raise ImportError(f"{file.stem} is {found.__file__}; rename one of them")
+    return found
 
 
 # -- models of transformers ------------------------------------------------------------------------

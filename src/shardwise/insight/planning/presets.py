@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,21 @@ MODELS: Mapping[str, dict[str, Any]] = {
     **VIT_PRESETS,
     **{name: settings for name, settings in RESNETS.items() if name != "tiny"},
 }
+
+
+def is_code(model: str) -> bool:
+    """Whether a model is named by a function in code, and not by a preset or a file of settings."""
+    if model in MODELS or (Path(model).exists() and not model.endswith(".py")):
+        return False
+    return ":" in model or model.endswith(".py") or find_module(model.partition(".")[0]) is not None
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Return where a module could be imported from; None: nowhere. Its packages are imported."""
+    try:
+        return find_spec(name) if all(map(str.isidentifier, name.split("."))) else None
+    except ImportError:
+        return None
 
 
 def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) -> dict[str, Any]:

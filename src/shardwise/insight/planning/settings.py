@@ -126,7 +126,7 @@ class PlannedStep(StepConfig):
             model, else the mean of what the model returns.
         runtime: whose ``fully_shard`` is rehearsed.
 
-    The three functions may be named: ``"package.module:name"``.
+    The three functions may be named: ``"package.module:function"``.
     """
 
     seq_length: Annotated[int, _SIZES] | None = setting(
@@ -137,7 +137,7 @@ class PlannedStep(StepConfig):
     )
     optimizer: str | Callable[[list[Any]], Any] = setting(
         "adamw",
-        f"{', '.join(OPTIMIZERS)}, or package.module:name of a function in code.",
+        f"{', '.join(OPTIMIZERS)}, or a function in code: package.module:function.",
         TRAINING,
         metavar="NAME",
     )
@@ -148,14 +148,14 @@ class PlannedStep(StepConfig):
     )
     batch: str | Callable[[int], Any] | None = setting(
         None,
-        "package.module:name of a function from a number of samples to a batch, for models "
+        "package.module:function, from a number of samples to a batch, for models "
         "that are not of transformers.",
         MODEL,
         metavar="NAME",
     )
     step: str | Callable[[Any, Any], Any] | None = setting(
         None,
-        "package.module:name of a function from model and batch to a loss.",
+        "package.module:function, from model and batch to a loss.",
         MODEL,
         metavar="NAME",
         shown="the model's own loss, else the mean of what it returns",
@@ -176,7 +176,7 @@ class PlannedStep(StepConfig):
         """
         super().check_values()
         name, most = self.optimizer, MOST_ACCUMULATED
-        known = not isinstance(name, str) or name in OPTIMIZERS or ":" in name
+        known = not isinstance(name, str) or name in OPTIMIZERS or ":" in name or "." in name
         expected = f"one of {', '.join(OPTIMIZERS)}, or a function in code"
         require(known, "--optimizer", name, expected)
         expected = f"at most {most:,}, each of which is rehearsed"

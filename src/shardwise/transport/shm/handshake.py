@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.base.scratch import libc
-from shardwise.base.units import brief_size
+from shardwise.base.units import binary_size
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.arena import Arena
 
@@ -113,8 +113,8 @@ def _shake_hands(peers: Peers) -> Connections:
             raise OSError("shared memory is for Linux on x86-64")
         if (limit := address_limit()) is not None:
             raise OSError(
-                f"ulimit -v limits its address space to {brief_size(limit)}, and shared memory "
-                f"reserves addresses (not memory) of up to {brief_size(_ADDRESSES)}"
+                f"ulimit -v limits its address space to {binary_size(limit)}, and shared memory "
+                f"reserves addresses (not memory) of up to {binary_size(_ADDRESSES)}"
             )
         with _listen() as (listener, name):
             token = secrets.token_hex(16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import sys
 from collections.abc import Collection, Sequence
 
 from shardwise.base.errors import UserError
@@ -23,18 +25,17 @@ def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:
         UserError: naming those that are not.
     """
     events = ["tensorboard"] if LogName.TENSORBOARD in logs else []
-    require_installed("training", [*names, *events], "train")
+    require_installed("training", [*names, *events])
     if LogName.WANDB in logs:
-        require_installed("--log wandb", ["wandb"], "wandb")
+        require_installed("--log wandb", ["wandb"])
 
 
-def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
+def require_installed(purpose: str, modules: Sequence[str]) -> None:
     """Check that optional packages are installed.
 
     Args:
         purpose: what needs them, for the message.
         modules: the names that they are imported by.
-        extra: the extra of this package that installs them.
 
     Raises:
         UserError: naming those that are not, and how to install them.
@@ -43,8 +44,16 @@ def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
         _PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None
     ]
     if missing:
-        raise UserError(
-            f"{purpose} needs {' and '.join(missing)}, which the extra {extra!r} installs: "
-            f"pip install '.[{extra}]' in a clone of Shardwise, or pip install "
-            f"{' '.join(missing)} anywhere"
-        )
+        names = " and ".join(missing)
+        raise UserError(f"{purpose} needs {names}, not installed here: {install_line(missing)}")
+
+
+def install_line(packages: Sequence[str]) -> str:
+    """Return the command that installs packages into the environment of this process.
+
+    It names packages, and no extra of this one, which pip would install anew in place of a clone.
+    """
+    python = shlex.quote(sys.executable)
+    has_pip = importlib.util.find_spec("pip") is not None
+    command = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    return f"{command} {shlex.join(packages)}"

@@ -230,3 +230,10 @@ def generate_tokens(
                 return
             yield token
             context.append(token)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a text, by the tokenizer and by the model's generation config."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)

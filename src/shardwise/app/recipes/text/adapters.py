@@ -21,7 +21,7 @@ from shardwise.app.recipes.text.published import (
     parse_lora,
 )
 from shardwise.base import devices
-from shardwise.base.units import brief_size, one_line
+from shardwise.base.units import binary_size, one_line
 from shardwise.checkpoint.disk.commit import delete
 from shardwise.insight.schema.option import OptionError
 from shardwise.pretrained.four_bits import store_in_four_bits
@@ -83,16 +83,16 @@ class Adapters:
             free //= place.world.local_size
         asked = self._config.frozen
         if not place.plan.reshard_after_forward:
-            return Frozen.KEEP, f"{brief_size(needed)} stay in memory, by --strategy"
+            return Frozen.KEEP, f"{binary_size(needed)} stay in memory, by --strategy"
         if asked is None:
             least = min(Peers().gather_objects(free, "the comparison of free memory"))
             asked = allowed(needed, least)
-            why = f", as {brief_size(least)} are free" if least else ""
+            why = f", as {binary_size(least)} are free" if least else ""
         else:
             why = ", as --frozen says"
         if asked is Frozen.KEEP:
             sharded.set_reshard_after_forward(False)
-            return asked, f"gathered once per step and kept, {brief_size(needed)} per rank{why}"
+            return asked, f"gathered once per step and kept, {binary_size(needed)} per rank{why}"
         return asked, f"gathered for forward and again for backward{why}"
 
     def fill(self, seed: int) -> pretrained.LoadReport:

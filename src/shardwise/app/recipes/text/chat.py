@@ -40,6 +40,7 @@ import xxhash
 
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files, read_bytes
 from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
 from shardwise.insight.schema.option import OptionError
@@ -294,14 +295,18 @@ def _scan(option: str, paths: Sequence[str]) -> tuple[ChatLines, array[int], str
     """Return the lines of files, the hash of each line, and one of all files."""
     files = find_files(paths, option)
     lines, hashes, digest = ChatLines(option, files), array("Q"), xxhash.xxh3_64()
-    for which, path in enumerate(files):
-        if path.suffix in _COMPRESSED:
-            raise OptionError(option, f"{path}, which is compressed", "an uncompressed .jsonl file")
-        for number, offset, line in _lines_of(option, path):
-            parse_chat(line, _where(option, path, number))
-            lines.add(which, number, offset, len(line))
-            hashes.append(xxhash.xxh3_64_intdigest(line.strip()))
-            digest.update(line)
+    size = sum(path.stat().st_size for path in files)
+    with progress(f"checking the chats of {', '.join(paths)}", size, "bytes") as work:
+        for which, path in enumerate(files):
+            if path.suffix in _COMPRESSED:
+                found = f"{path}, which is compressed"
+                raise OptionError(option, found, "an uncompressed .jsonl file")
+            for number, offset, line in _lines_of(option, path):
+                parse_chat(line, _where(option, path, number))
+                lines.add(which, number, offset, len(line))
+                hashes.append(xxhash.xxh3_64_intdigest(line.strip()))
+                digest.update(line)
+                work.moved(len(line))
     if not len(lines):
         raise OptionError(option, f"no chats in {', '.join(paths)}", "one JSON object per line")
     return lines, hashes, digest.hexdigest()
@@ -436,6 +441,29 @@ class ChatEncoder:
                 raise ChatError(f"{where}: {error}") from None
         return found
 
+    def question(self, chat: Chat | Completion, asked: str | None) -> tuple[str, list[int]] | None:
+        """Return what the model is to answer: for people, and as tokens.
+
+        Args:
+            chat: a line, of which everything before its first answer is taken.
+            asked: what is asked in place of that.
+
+        Returns:
+            None if the line begins with the answer.
+        """
+        if isinstance(chat, Completion):
+            text = chat.prompt if asked is None else asked
+            return (text, self._plain(text)[0]) if text else None
+        if asked is not None:
+            chat = Chat(({"role": "user", "content": asked},), (), chat.tools)
+        count = chat.trained[0] if chat.trained else 1
+        if not count:
+            return None
+        rendered = self._render(chat, count, add_generation_prompt=True)
+        said = chat.messages[count - 1].get("content")
+        tokens = list(self._encode(rendered, special=False)["input_ids"])
+        return (f"{said}\n" if isinstance(said, str) else ""), tokens
+
     def _documents(self, chat: Chat | Completion, where: str) -> list[MaskedTokens]:
         if isinstance(chat, Completion):
             return [self._completion(chat)]
@@ -458,16 +486,20 @@ class ChatEncoder:
 
     def _completion(self, given: Completion) -> MaskedTokens:
         text = given.prompt + given.completion
-        encoded = self._encode(text, special=True)
-        spans = [(len(given.prompt), len(text))]
-        tokens, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        tokens, offsets = self._plain(text)
+        trained = _in_spans(offsets, [(len(given.prompt), len(text))])
         end = self._tokenizer.eos_token_id
-        if end is not None and tokens and tokens[-1] == end and offsets[-1] == (0, 0):
-            del tokens[-1], offsets[-1]  # some tokenizers add it themselves
-        trained = _in_spans(offsets, spans)
         if end is not None:
             tokens, trained = [*tokens, end], [*trained, True]
         return MaskedTokens(tokens, trained)
+
+    def _plain(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text outside of a template, without its end, and their places."""
+        encoded = self._encode(text, special=True)
+        tokens, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        if tokens and tokens[-1] == self._tokenizer.eos_token_id and offsets[-1] == (0, 0):
+            del tokens[-1], offsets[-1]  # some tokenizers add it themselves
+        return tokens, offsets
 
     def _document(self, rendered: _Text) -> MaskedTokens:
         encoded = self._encode(rendered.text, special=False)

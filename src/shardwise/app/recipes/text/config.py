@@ -198,7 +198,10 @@ class LmConfig(RecipeConfig):
         None, "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
     )
     prompt: str | None = setting(
-        None, "Beginning of the sample.", SAMPLE, shown="a line of Python, or nothing with --data"
+        None,
+        "Beginning of the sample; with --chat, the question that it answers.",
+        SAMPLE,
+        shown="a line of Python; nothing with --data; a question that is held out with --chat",
     )
     sample_tokens: Natural = setting(200, "Tokens of the sample; 0: no sample.", SAMPLE)
     temperature: NotNegative = setting(0.9, "0: always the most likely token.", SAMPLE)
@@ -258,7 +261,7 @@ class LmConfig(RecipeConfig):
         settings = self._check(world)
         needed = ["transformers", *(["peft"] if self.lora is not None else [])]
         if self.base is not None:
-            require_installed(f"--base {self.base.value}", ["bitsandbytes"], self.base.value)
+            require_installed(f"--base {self.base.value}", ["bitsandbytes"])
         check_extras(needed, self.train.output.logs)
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 

@@ -16,6 +16,7 @@ begin anew with each document, from which attention in ``transformers`` makes a 
 from __future__ import annotations
 
 import bisect
+import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,7 @@ from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
 from shardwise.base.errors import UserError
+from shardwise.base.progress import LongWork, progress
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
@@ -141,9 +143,12 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
     problem: UserError | None = None
     first = len(lines) * world.rank // world.size
     last = len(lines) * (world.rank + 1) // world.size
+    shown = progress("tokenizing", last - first, "chats on this rank")
     try:
-        for index in range(first, last):
-            found.add(index, encoder.documents(lines.read(index), lines.where(index)), length)
+        with shown if world.rank == 0 else contextlib.nullcontext(LongWork("", None, "")) as work:
+            for index in range(first, last):
+                found.add(index, encoder.documents(lines.read(index), lines.where(index)), length)
+                work.moved()
     except UserError as error:
         problem = error
     everyone = Peers().gather_objects((found, problem), "the lengths of chats")

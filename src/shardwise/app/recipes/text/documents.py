@@ -33,6 +33,7 @@ from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
 from shardwise.base.errors import UserError
 from shardwise.base.units import counted, one_line
 from shardwise.insight.schema.option import OptionError
+from shardwise.pretrained.opening import hub_is_away
 
 HUB = "hf:"
 _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it
@@ -118,7 +119,7 @@ def find_documents(
         UserError: a package that reads them is not installed.
     """
     why = f"--tokenizer {tokenizer}, with which {option} is read as documents," if tokenizer else ""
-    require_installed(why or f"streaming {option}", ["datasets"], "data")
+    require_installed(why or f"streaming {option}", ["datasets"])
     held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
@@ -135,7 +136,7 @@ def find_documents(
     for file in files:
         package = _COMPRESSED.get(file.suffix)
         if package is not None:
-            require_installed(f"streaming {file.name}", [package], "data")
+            require_installed(f"streaming {file.name}", [package])
     name = ", ".join(paths) or "the Python standard library's source"
     return Documents(name, next(iter(builders)), None, tuple(files), tokenizer, validation=held)
 
@@ -300,6 +301,12 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
         given = {"data_files": {"train": [str(file) for file in documents.files]}}
         if documents.builder == "text":
             given["sample_by"] = "paragraph"
+    here = bool(documents.files) or Path(documents.builder).exists()
+    if not here and hub_is_away():
+        raise ConnectionLostError(
+            f"--data: {documents.name} cannot be opened: the hub cannot be reached; the hub needs "
+            "the network, local files do not"
+        )
     try:
         builder = datasets.load_dataset_builder(documents.builder, **given)
         loaded: Mapping[str, Any] = builder.as_streaming_dataset()
@@ -310,7 +317,7 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
         ) from error
     if "train" not in loaded:
         raise OptionError("--data", f"{documents.name} with splits {list(loaded)}", "a split train")
-    if not documents.files and not Path(documents.builder).exists():
+    if not here:
         return loaded, builder.hash, ()
     files = (builder.config.data_files or {}).get("train", ())
     return loaded, None, [Path(file).stat().st_size for file in files if Path(file).is_file()]

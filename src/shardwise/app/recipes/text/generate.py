@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,21 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer
 
-from shardwise import fully_shard, pretrained
-from shardwise.app.recipes.core.model import Sampling, generate_tokens
+from shardwise import fully_shard
+from shardwise.app.recipes.core.model import Sampling, end_tokens, generate_tokens
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import listed, one_line, printable
-from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
+from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer, open_source
 from shardwise.checkpoint.formats.hf import folders_of
+from shardwise.checkpoint.formats.source import Source
 from shardwise.insight.planning.presets import longest_sequence
 from shardwise.pretrained import opening
-from shardwise.pretrained.building import find
+from shardwise.pretrained.building import build_from, find, find_adapters
+from shardwise.pretrained.filling import fill_from
 from shardwise.wrap import AUTO, apply_wrap
 
 
@@ -106,7 +109,7 @@ def _generate(request: Request, device: torch.device) -> None:
         vocab_size=min(1 + max(ids), rows),
         window=window,
         device=device,
-        stop=_ends(model, tokenizer),
+        stop=end_tokens(model, tokenizer),
     )
     if not first:
         for _ in tokens:
@@ -122,13 +125,25 @@ def _generate(request: Request, device: torch.device) -> None:
 
 def _load(request: Request, device: torch.device) -> PreTrainedModel:
     """Load the model: full in a process on its own, else its shards."""
-    model = pretrained.build(
-        request.source, model_class=AutoModelForCausalLM, dtype=request.dtype or "auto"
-    )
+    where = find(request.source)
+    adapters = find_adapters(where)
+
+    def opened() -> AbstractContextManager[Source]:
+        if adapters is None:
+            return open_source(where)
+        from shardwise.pretrained.merging import open_merged  # imports peft
+
+        return open_merged(adapters)
+
+    dtype = request.dtype or "auto"
+    with opened() as source:
+        model = build_from(
+            source, where, request.source, model_class=AutoModelForCausalLM, dtype=dtype
+        )
     if dist.is_initialized():
         apply_wrap(model, AUTO, fully_shard)
         fully_shard(model)
-    report = pretrained.fill(model, request.source)
+    report = fill_from(model, opened, request.source)
     if report.missing:
         raise CheckpointError(
             f"found no weights for {listed(report.missing)}, expected those of a causal language "
@@ -146,6 +161,10 @@ def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
         runs += folders_of(find_checkpoint(where))
     run = next((RunDir(each) for each in runs if RunDir(each).run_json.is_file()), None)
     folder = find_tokenizer(where)
+    if folder is None and (adapters := find_adapters(where)) is not None:
+        from shardwise.pretrained.merging import find_base  # imports peft
+
+        folder = find_tokenizer(find_base(adapters))
     if folder is None and run is not None:  # it began before runs kept their tokenizers
         name = str(run.read("SRC").get("data", {}).get("tokenizer", "bytes"))
         return byte_tokenizer() if name == "bytes" else opening.tokenizer(name), run
@@ -179,13 +198,6 @@ def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
         plain = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
         return [*begin, *map(int, plain)]
     return [int(token) for token in tokenizer(request.prompt)["input_ids"]] or begin
-
-
-def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a text, by the tokenizer and by the model's generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)
 
 
 class _Words(TextStreamer):

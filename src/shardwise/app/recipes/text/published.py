@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import listed
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse
 from shardwise.insight.planning.presets import find_settings
 from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.pretrained.opening import from_hub
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 1 << 28
 _SAMPLES, _SAMPLE = 256, 1 << 12  # parts of a file that make its fingerprint, and bytes of each
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Weights in other formats: they are pickles, or of other frameworks.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
 
@@ -49,7 +49,7 @@ def find_pretrained(name: str) -> dict[str, Any]:
         What its ``config.json`` says.
 
     Raises:
-        OptionError: there is no such model, or it has no weights.
+        UserError: there is no such model, or it has no weights.
     """
     folder = Path(name)
     if not folder.exists():
@@ -92,20 +92,10 @@ def missing_weights(folder: Path) -> str | None:
 
 def _from_hub(name: str) -> Path:
     """Download the configuration of a model, and return its path."""
-    expected = "a folder with weights, or the name of a model on the Hugging Face Hub"
-    if not _REPOSITORY.fullmatch(name):
-        raise OptionError("--from", name, expected)
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(name, _CONFIG))
-    except Exception as error:  # of the network, of permissions, of names
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise OptionError(
-            "--from",
-            f"{name}, which is no folder here and cannot be downloaded ({reason})",
-            expected,
-        ) from None
+        return from_hub(name, [_CONFIG]) / _CONFIG
+    except CheckpointError as error:
+        raise UserError(f"--from: {error}") from None
 
 
 def fingerprint(name: str) -> str:
