@@ -496,7 +496,8 @@ def test_every_option_is_explained_and_legible_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     assert call("train", recipe, "--help") == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert [p.opts[0] for p in options if p.opts[0] not in shown] == []
+    names = [p.opts[0] for p in options if p.opts[0].startswith("-")]
+    assert [name for name in names if name not in shown] == []
     assert "…" not in shown
 
 

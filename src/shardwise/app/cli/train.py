@@ -82,7 +82,7 @@ Two processes; the folder has MNIST's four files, gzipped or not:
 
 Each convolution block a group of its own, activations recomputed:
   [cyan]shardwise train mnist --data-dir mnist --nproc 2 --nested-fsdp \\
-    --activation-checkpointing[/cyan]
+    --activation-checkpointing full[/cyan]
 """
 
 _IMAGENET = """
@@ -108,7 +108,7 @@ What each of 128 ranks would hold of 10 billion parameters, without training:
 
 ImageNet, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
   [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8 \\
-    --param-dtype bf16 --activation-checkpointing[/cyan]
+    --param-dtype bf16 --activation-checkpointing full[/cyan]
 
 Speed without reading images, on two CPUs:
   [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
@@ -239,9 +239,11 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         if record := job.going_on():
             run_file = str(job.config.files.run_json)
             of_run = options_of_run(record, options, run_file)
-            drop(of_run, {*on_line, *file})
-            file |= {name: found for name, found in of_run.items() if name not in file}
-            job.go_on(*compose(given, file, launching))
+            named = {*on_line, *file}
+            drop(of_run, named)
+            of_run = {name: found for name, found in of_run.items() if name not in named}
+            file |= of_run
+            job.go_on(*compose(given, file, launching, of_run))
         if given["save_config"] is not None:
             save(given["save_config"], job.options_file)
             show(f"options    {given['save_config']}")
@@ -249,9 +251,19 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         run(job, launching)
 
     def compose(
-        given: Mapping[str, Any], file: Mapping[str, FileOption], launching: LaunchConfig
+        given: Mapping[str, Any],
+        file: Mapping[str, FileOption],
+        launching: LaunchConfig,
+        of_run: Collection[str] = (),
     ) -> tuple[RecipeConfig, str]:
-        """Return the configuration, and the file that repeats it."""
+        """Return the configuration, and the file that repeats it.
+
+        Args:
+            given: the command line.
+            file: what it does not say.
+            launching: how many processes, and where.
+            of_run: which of these a run says that goes on.
+        """
         in_file = {name: found.value for name, found in file.items()}
 
         def asked(name: str) -> Any:
@@ -272,7 +284,8 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         strategy = config.train.sharding.strategy
         if default.train.diloco is not None and strategy is not Strategy.DILOCO:
             for setting in options.settings():
-                if "diloco" in setting.keys and any(asked(n) is not None for n in setting.names):
+                mine = "diloco" in setting.keys and setting.key not in of_run
+                if mine and any(asked(n) is not None for n in setting.names):
                     expected = "--strategy diloco with it"
                     raise OptionError(setting.key, f"strategy {strategy.value}", expected)
             config = config.with_train(diloco=None)
