@@ -256,8 +256,8 @@ class Setting:
             read = partial(read_choice, self.choices)
         else:
             read = _READERS.get(self.kind, str)
-        unset = self.default is None and self.option.reads is not Reads.TEXT
-        return partial(_read_or_unset, read) if unset else read
+        is_text = self.kind is Path or self.option.reads is Reads.TEXT  # which may be called none
+        return partial(_read_or_unset, read) if self.default is None and not is_text else read
 
     @property
     def flags(self) -> dict[str, enum.Enum]:

@@ -231,15 +231,14 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
     ) -> None:
         launching = launch.read(given, None, {name: found.value for name, found in file.items()})
         config, text = compose(given, file, launching)
-        named = "--out" in on_line or "--out" in file
-        job = TrainingJob(config, Folder.NAMED if named else Folder.DEFAULT, text)
+        named = {*on_line, *file}
+        job = TrainingJob(config, Folder.NAMED if "--out" in named else Folder.DEFAULT, text)
         # Several hosts may each have a disk of their own, and would each choose for themselves.
         if launching.nnodes is None and find_world() is None:
             job.choose_folder()
         if record := job.going_on():
             run_file = str(job.config.files.run_json)
             of_run = options_of_run(record, options, run_file)
-            named = {*on_line, *file}
             drop(of_run, named)
             of_run = {name: found for name, found in of_run.items() if name not in named}
             file |= of_run
