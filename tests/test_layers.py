@@ -85,7 +85,7 @@ INNER_LAYERS = {
         ["proof"],
         ["__init__"],
     ],
-    "insight/schema": [["option"], ["sharding"], ["training"], ["__init__"]],
+    "insight/schema": [["words"], ["option"], ["sharding"], ["training"], ["__init__"]],
     "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
     "app/recipes": [
         ["core"],

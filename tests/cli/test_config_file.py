@@ -75,7 +75,7 @@ nproc: 2
     assert sharding.activation_checkpointing is Checkpointing.SELECTIVE
     assert not config.train.output.async_checkpoint
     line = "train lm --config run.yaml --model llama-tiny --data b.txt"
-    call(monkeypatch, f"{line} --keep-activations")
+    call(monkeypatch, f"{line} --activation-checkpointing none")
     assert started[1][0].config.model == "llama-tiny"
     assert started[1][0].config.data == ("b.txt",)
     sharding = started[1][0].config.train.sharding
@@ -161,7 +161,7 @@ def test_a_value_that_cannot_be_is_reported_with_its_place(
         --prompt 'a: \"b\" \n\x85é😀'",
         "lm --data null '#no' --mesh dp_shard=2 --transport shm --seed 3 --beta1 0.1 --keep-best",
         "mnist --data-dir '~root' --nested-fsdp --lr 3e-05",
-        "imagenet --model resnet18 --fake-data --selective-checkpointing --compile",
+        "imagenet --model resnet18 --fake-data --activation-checkpointing selective --compile",
         "vit --no-nested-fsdp --eval-every 0 --auto-resume --out there",
     ],
 )
@@ -183,8 +183,8 @@ def test_a_saved_file_repeats_the_command(
     )
     assert second.config == expected
     assert again == launch
-    assert Path("saved.yaml").read_text() == first._options
-    assert f"# {Path.cwd()}" in first._options.splitlines()
+    assert Path("saved.yaml").read_text() == first.options_file
+    assert f"# {Path.cwd()}" in first.options_file.splitlines()
     with pytest.raises(UserError, match=r"--save-config: found saved\.yaml, expected the na"):
         call(monkeypatch, f"train {line} --save-config saved.yaml")
 
@@ -233,9 +233,7 @@ def test_every_option_has_a_key(recipe: str) -> None:
 
     command = typer.main.get_command(main.commands([])).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
-    flags = {"--resume", "--auto-resume", "--overwrite", "--selective-checkpointing"}
-    flags |= {"--operator-checkpointing", "--keep-activations"}
-    flags |= {"--step-in-backward", "--step-after-backward"}
+    flags = {"--resume", "--auto-resume", "--overwrite", "--step-in-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
     options: Options[Any] = train._options_of(recipe)
     every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))

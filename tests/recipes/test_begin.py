@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.core.begin import (
+    agreed_options,
     check_alike,
     compared,
     decided,
@@ -22,7 +23,7 @@ from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID, World
-from shardwise.insight.schema.option import OptionError, option_names
+from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
 from tests.recipes.small import small_config
 
@@ -129,7 +130,8 @@ def facts(**changes: Any) -> dict[str, Any]:
 def test_hosts_may_keep_their_files_in_different_places() -> None:
     there = {"name": "/mnt/there", "fingerprint": "1234"}
     check_alike(
-        [facts(), facts(out="b", data=there, tokenizer="/mnt/there", existing="resume")], {}
+        [facts(), facts(out="b", data=there, tokenizer="/mnt/there", existing="resume")],
+        agreed_options(LmConfig.for_model("llama-tiny")),
     )
 
 
@@ -149,7 +151,7 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
 def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_alike(
-            [facts(), facts(), facts(**changes)], option_names(LmConfig.for_model("llama-tiny"))
+            [facts(), facts(), facts(**changes)], agreed_options(LmConfig.for_model("llama-tiny"))
         )
 
 

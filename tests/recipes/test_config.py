@@ -123,7 +123,10 @@ def test_a_strategy_becomes_a_mesh(
             ShardingConfig(mesh="dp_shard=2"),
             "--mesh: found dp_shard=2, a mesh of 2 ranks, expected one of 4",
         ),
-        (ShardingConfig(mesh="tp=4"), "--mesh: found 'tp' in 'tp=4', expected one of dp_repl"),
+        (
+            ShardingConfig(mesh="tp=4"),
+            "--mesh: found tp=4, expected dimensions of data parallelism",
+        ),
         (
             ShardingConfig(mesh="dp_replicate=2,dp_shard=2"),
             "--mesh: found 2 with strategy full, expected 1, or none given or a hybrid strategy",

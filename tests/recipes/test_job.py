@@ -77,9 +77,9 @@ def test_a_new_run_takes_the_first_free_number_and_says_why(tmp_path: Path) -> N
     default = tmp_path / "toy"
     make_runs(default, "toy", "toy-2")
     job = job_of(default)
-    line = job.choose_folder()
+    job.choose_folder()
     assert job.config.train.output.out == tmp_path / "toy-3"
-    assert line == (
+    assert job.chosen == (
         f"run        {tmp_path}/toy-3; {default} has a run; "
         f"--resume --out {default} goes on with it"
     )
@@ -90,7 +90,8 @@ def test_a_resumed_run_is_the_newest(tmp_path: Path, existing: Existing) -> None
     default = tmp_path / "toy"
     make_runs(default, "toy", "toy-2")
     job = job_of(default, existing=existing)
-    assert job.choose_folder() == f"run        {tmp_path}/toy-2; the newest run beside {default}"
+    job.choose_folder()
+    assert job.chosen == f"run        {tmp_path}/toy-2; the newest run beside {default}"
     assert job.config.train.output == OutputConfig(out=tmp_path / "toy-2", existing=existing)
 
 
@@ -110,7 +111,8 @@ def test_a_folder_that_was_asked_for_stays(
     make_runs(default, "toy", "toy-2")
     job = job_of(default, folder, existing=existing)
     before = job.config
-    assert job.choose_folder() is None
+    job.choose_folder()
+    assert job.chosen is None
     assert job.config is before
 
 
@@ -119,7 +121,8 @@ def test_nothing_is_said_where_the_default_folder_is_free(
     tmp_path: Path, existing: Existing
 ) -> None:
     job = job_of(tmp_path / "toy", existing=existing)
-    assert job.choose_folder() is None
+    job.choose_folder()
+    assert job.chosen is None
     assert job.config.train.output.out == tmp_path / "toy"
     assert not (tmp_path / "toy").exists(), "choosing a folder makes none"
 

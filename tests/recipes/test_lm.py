@@ -29,7 +29,7 @@ from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.model import Sampling, build, generate_tokens
 from shardwise.app.recipes.core.position import Position
-from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.core.training import begin_and_train, build_run, place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.data import Sequences
@@ -38,6 +38,7 @@ from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
+from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
@@ -649,3 +650,43 @@ def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
     assert len(long) == 200, "longer than the model's 64 positions"
     assert all(0 <= token < 256 for token in long)
     assert len(forgetful) == 10
+
+
+def _train_with_files(rank: int, world_size: int, *runs: tuple[LmConfig, str]) -> None:
+    """Train as each configuration says, which a file of options repeats."""
+    world = World(rank, world_size, rank, world_size)
+    for config, options in runs:
+        place = place_for(config.train, world, devices.CPU)
+        run = build_run(config.check(world), lm.assemble, place, options)
+        begin_and_train(run, None, StopSignals())
+
+
+def test_what_a_run_goes_on_with_in_another_way_is_said_and_kept(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def config(**changes: Any) -> LmConfig:
+        return small_config(tmp_path, existing=Existing.RESUME, **changes)
+
+    first = small_config(tmp_path, steps=2)
+    again = (config(steps=3, clip_grad=0.5), "b")
+    ranks(_train_with_files, 1, (first, "a"), again, (config(steps=3, clip_grad=0.5), "b"))
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("change")]
+    assert said == [
+        "change     --steps: 2 before, 3 from here on",
+        "change     --clip-grad: 1.0 before, 0.5 from here on",
+    ]
+    sessions = first.files.read()["sessions"]
+    changes = {"--steps": [2, 3], "--clip-grad": [1.0, 0.5]}
+    assert [session["changes"] for session in sessions] == [{}, changes, {}]
+    assert first.files.options.read_text() == "b"
+    [earlier] = first.files.earlier_options.iterdir()
+    assert (earlier.name, earlier.read_text()) == ("session-1.yaml", "a")
+
+
+def test_plain_text_has_epochs(ranks: Ranks, tmp_path: Path) -> None:
+    """All sequences once, and the last step takes its first ones from the next epoch."""
+    config = small_config(tmp_path, steps=None, epochs=1, seq_length=64, batch_size=32)
+    inputs = config.check(World(0, 1, 0, 1))
+    count = Sequences(inputs.text.train, 64, 0).per_epoch  # type: ignore[union-attr, arg-type]
+    assert ranks(train, 1, config) == [["finished"]]
+    assert len(losses(config)) == -(-count // 32)

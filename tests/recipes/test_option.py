@@ -41,11 +41,11 @@ def options(config: Any) -> Iterator[tuple[str, Option]]:
 def test_metadata_hold_an_option_and_leave_the_default_alone() -> None:
     @dataclass(frozen=True)
     class Config:
-        width: int = field(default=3, metadata=option("Width.", MODEL, former=("--columns",)))
+        width: int = field(default=3, metadata=option("Width.", MODEL))
 
     (width,) = dataclasses.fields(Config)
     assert Config().width == 3
-    assert width.metadata[OPTION] == Option(help="Width.", panel=MODEL, former=("--columns",))
+    assert width.metadata[OPTION] == Option(help="Width.", panel=MODEL)
 
 
 def test_a_setting_that_no_option_has_is_refused() -> None:
@@ -72,5 +72,4 @@ def test_no_two_settings_of_a_recipe_share_a_name(recipe: str) -> None:
     names = [name for name, _ in options(ALL[recipe])]
     assert len(names) == len(set(names))
     shown = [each.name or option_name(name) for name, each in options(ALL[recipe])]
-    former = [name for _, each in options(ALL[recipe]) for name in each.former]
-    assert len(set(shown + former)) == len(shown + former), "an old name now means something else"
+    assert len(set(shown)) == len(shown)

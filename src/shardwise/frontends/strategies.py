@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -216,12 +215,11 @@ def _require_replicas(strategy: Strategy, found: int | None, expected: int) -> N
         )
 
 
-def parse_mesh(text: str, names: Collection[str] = (REPLICATE, SHARD)) -> dict[str, int]:
+def _sizes(text: str) -> dict[str, int]:
     """Read ``dp_replicate=2,dp_shard=4``.
 
     Args:
         text: the mesh.
-        names: the names that dimensions may have.
 
     Returns:
         Number of ranks by dimension name, in the given order.
@@ -232,13 +230,15 @@ def parse_mesh(text: str, names: Collection[str] = (REPLICATE, SHARD)) -> dict[s
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
-        if name not in names:
-            raise MeshError(f"{name!r} in {text!r}", f"one of {', '.join(names)}")
+        if name not in _ORDER:
+            found = repr(text) if part == text else f"{part.strip()!r} in {text!r}"
+            raise MeshError(found, f"NAME=N with a name among {', '.join(_ORDER)}")
         if name in sizes:
             raise MeshError(f"{name} twice in {text!r}", "each dimension once")
         # Python reads 4,300 digits at most, and raises a ValueError of its own beyond them.
         if not equals or not size.isdecimal() or len(size) > _MOST_DIGITS or not int(size):
-            raise MeshError(f"{part.strip()!r} in {text!r}", f"{name}=N, N a number from 1")
+            where = "" if part == text else f" in {text!r}"
+            raise MeshError(f"{part.strip()!r}{where}", f"{name}=N, N a number from 1")
         sizes[name] = int(size)
     return sizes
 
@@ -285,7 +285,7 @@ class WantedMesh:
             MeshError: a name is unknown, given twice or in the wrong order, a size is no positive
                 number, or there are more than ``most_ranks`` ranks.
         """
-        sizes = parse_mesh(text, _ORDER)
+        sizes = _sizes(text)
         _check(text, sizes, most_ranks)
         if REPLICATE in sizes and not {DATA, SHARD} & sizes.keys():
             place = list(sizes).index(REPLICATE) + 1

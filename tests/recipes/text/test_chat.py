@@ -45,7 +45,7 @@ def test_a_completion_is_text_or_messages_of_which_only_the_second_part_is_train
     ("value", "reason"),
     [
         (3, "found a number, expected an object"),
-        ({"text": "a", "id": 1}, "found 'id', 'text', expected \"messages\", or"),
+        ({"text": "a", "id": 1}, "found 'id', 'text', expected \"messages\", "),
         ({"messages": []}, 'found "messages" an empty list, expected a list of messages'),
         ({"messages": "hello"}, 'found "messages" a text, expected a list'),
         ({"messages": [USER, 3]}, 'here, message 2 of "messages": found a number, expected an obj'),
@@ -57,13 +57,63 @@ def test_a_completion_is_text_or_messages_of_which_only_the_second_part_is_train
         ({"messages": [USER, ANSWER], "tools": "add"}, 'found "tools" a text, expected a list'),
         ({"prompt": "a", "completion": ""}, 'found an empty "completion"'),
         ({"prompt": "a", "completion": [ANSWER]}, 'found "prompt" a text, "completion" a list'),
-        ({"prompt": "a"}, "found 'prompt', expected \"messages\", or"),
+        ({"prompt": "a"}, "found 'prompt', expected \"messages\", "),
+        ({"conversations": [{"from": "narrator"}]}, "found 'narrator' as who speaks, expected one"),
+        ({"conversations": [USER, 3]}, 'message 2 of "conversations": found a number as who'),
     ],
 )
 def test_a_line_in_no_known_form_is_refused_with_the_reason(value: Any, reason: str) -> None:
     with pytest.raises(ChatError) as refused:
         parsed(value)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "messages"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}]},
+            [("user", "2?"), ("assistant", "4")],
+        ),
+        (
+            {"conversations": [USER, ANSWER], "system": "Count."},
+            [("system", "Count."), *((m["role"], m["content"]) for m in (USER, ANSWER))],
+        ),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3"},
+            [("user", "Add.\n1, 2"), ("assistant", "3")],
+        ),
+        ({"instruction": "Go.", "input": "", "output": ""}, [("user", "Go."), ("assistant", "")]),
+    ],
+)
+def test_chats_of_sharegpt_and_alpaca_are_messages(value: Any, messages: Any) -> None:
+    chat = parsed(value)
+    assert isinstance(chat, Chat)
+    assert [(m["role"], m["content"]) for m in chat.messages] == messages
+    assert chat.trained == (len(messages) - 1,)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_may_be_one_list(tmp_path: Path, indent: int | None) -> None:
+    """As files of Alpaca and of ShareGPT usually are."""
+    values = [{"instruction": f"é{n}", "output": "ü" * n} for n in range(40)]
+    path = tmp_path / "alpaca.json"
+    path.write_text("\ufeff \n" + json.dumps(values, ensure_ascii=False, indent=indent))
+    data = load_chats([str(path)])
+    parts = (data.train, data.validation)
+    read = [part.read(i) for part in parts for i in range(len(part))]
+    answers = [c.messages[1]["content"] for c in read if isinstance(c, Chat)]
+    assert sorted(map(len, answers)) == list(range(40))
+    path.write_text(json.dumps([*values, {"from": 1}], indent=0))
+    with pytest.raises(ChatError, match=r"alpaca.json, line 162: found 'from', expected"):
+        load_chats([str(path)])
+
+
+@pytest.mark.parametrize("text", ["[{}", '[{"a": 1} 2]', "[{]", "[" * 100_000])
+def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ChatError, match=r"a.json, line 1: "):
+        load_chats([str(tmp_path / "a.json")])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -31,13 +31,10 @@ from shardwise.app.cli.options import Options, Setting, brief
 from shardwise.app.recipes.core.installed import require_installed
 from shardwise.base.errors import UserError
 from shardwise.base.units import one_line, printable
+from shardwise.insight.schema.option import OnResume
+from shardwise.insight.schema.words import FORMS, own_option
 
 _MAX_BYTES = 1 << 20  # of a file of options
-
-#: What is different on each host, or is done once: read from a file, but not written to one.
-_OF_ONE_START = frozenset(
-    {"--node-rank", "--dry-run", "--plan", "--world-size", "--existing", "--out"}
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +68,9 @@ def read_options(
     found: dict[str, FileOption] = {}
     for key, node in _pairs(path):
         place = _place(path, key)
-        name = "--" + str(key.value).replace("_", "-")
+        name = "--" + own_option(str(key.value))
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [FORMS[name]] if name in FORMS else difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0][2:]}?" if near else ""
             raise UserError(
                 f"{place}: found {brief(key.value)}, expected an option of {command} without "
@@ -85,6 +82,42 @@ def read_options(
         value = _value(known[name], path, node, str(key.value))
         if value is not None:
             found[name] = FileOption(value, place)
+    return found
+
+
+def options_of_run(
+    record: Mapping[str, Any], options: Options[Any], place: str
+) -> dict[str, FileOption]:
+    """Return what a run that goes on gives, as :func:`read_options` does of a file.
+
+    Args:
+        record: the content of its ``run.json``.
+        options: that it has.
+        place: where it is, for messages.
+
+    Raises:
+        UserError: it has a value that cannot be.
+    """
+    found: dict[str, FileOption] = {}
+    for setting in options.settings():
+        if not setting.option.on_resume.is_kept:
+            continue
+        value: Any = record.get("config")
+        for key in setting.keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is None or value == []:
+            continue
+        several = get_origin(setting.kind) is tuple
+        try:
+            if isinstance(value, list) != several or isinstance(value, bool) != (
+                setting.kind is bool
+            ):
+                raise typer.BadParameter(f"found {brief(str(value))}, expected another type")
+            texts = value if several else [value]
+            read = [v if isinstance(v, bool) else setting.read(str(v)) for v in texts]
+        except typer.BadParameter as error:
+            raise UserError(f"{place}: {error.message} for {setting.key[2:]}") from None
+        found[setting.key] = FileOption(tuple(read) if several else read[0], place)
     return found
 
 
@@ -102,7 +135,7 @@ def written(command: str, values: Iterable[tuple[Setting, Any]]) -> str:
     ]
     panel: str | None = ""
     for setting, value in values:
-        if value is None or setting.key in _OF_ONE_START:
+        if value is None or setting.option.on_resume is OnResume.START:
             continue
         if setting.option.panel != panel:
             panel = setting.option.panel

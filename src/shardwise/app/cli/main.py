@@ -17,6 +17,7 @@ from shardwise import __version__
 from shardwise.app.cli.options import UsageError, describe, help_if_alone
 from shardwise.base.errors import UserError
 from shardwise.base.units import printable
+from shardwise.insight.schema.words import own_option
 
 _LONGEST = 2000  # characters of a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -50,7 +51,10 @@ def commands(words: Sequence[str]) -> typer.Typer:
         name="shardwise",
         help="Fully sharded data parallel training that you can see into.",
         invoke_without_command=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "token_normalize_func": own_option,
+        },
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         # Its options stand in front of a command, and bring pydantic along, which takes a moment.

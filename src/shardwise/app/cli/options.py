@@ -37,6 +37,7 @@ from shardwise.insight.schema.option import (
     kinds_of,
     option_name,
 )
+from shardwise.insight.schema.words import FORMS, own_word
 
 _MAX_DIGITS = 25  # of an integer; the largest one of any option has 19
 _MAX_SIZE = 2**62  # bytes
@@ -116,9 +117,10 @@ def read_choice(values: Mapping[str, Any], text: str) -> Any:
     Raises:
         typer.BadParameter: it is that of none.
     """
-    if text not in values:
+    name = own_word(text, values)
+    if name not in values:
         raise typer.BadParameter(f"found {brief(text)}, expected one of {', '.join(values)}")
-    return values[text]
+    return values[name]
 
 
 # Kinds of parameters of a command.
@@ -159,6 +161,9 @@ UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 def describe(error: typer.BadParameter) -> str:
     """Describe an error in one line."""
+    unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+    if form := FORMS.get(unknown):
+        return f"{error.message}; did you mean {form}?"
     message = " ".join(str(error.message).split())
     if not message.startswith("found "):
         return " ".join(error.format_message().split())
@@ -176,7 +181,16 @@ def help_if_alone(context: typer.Context) -> None:
 C = TypeVar("C")
 Keys = tuple[str, ...]  # names of the fields that lead to a setting
 
-_ARGUMENTS = "arguments"
+
+class Unset(enum.Enum):
+    """``none``, as the value of an option that has none by default."""
+
+    UNSET = "none"
+
+
+def _read_or_unset(read: Callable[[str], Any], text: str) -> Any:
+    return Unset.UNSET if text == Unset.UNSET.value else read(text)
+
 
 #: What reads a text of a type; a flag has one in a file alone.
 _READERS: Mapping[Any, Callable[[str], Any]] = {
@@ -223,7 +237,7 @@ class Setting:
         """
         on, _, off = self.name.partition("/")
         pair = [off, on] if off and self.default else [on, off]
-        return [*filter(None, pair), *self.option.former]
+        return [*filter(None, pair)]
 
     @property
     def choices(self) -> dict[str, enum.Enum]:
@@ -234,21 +248,21 @@ class Setting:
     @property
     def read(self) -> Callable[[str], Any]:
         """What reads a text for it; one of several, if it takes several."""
-        if callable(self.option.reads):
-            return str  # the configuration reads it
         if self.option.reads is Reads.NAME:
             return read_name
-        if self.choices:
-            return partial(read_choice, self.choices)
-        return _READERS.get(self.kind, str)
+        if callable(self.option.reads):
+            read: Callable[[str], Any] = str  # the configuration reads it
+        elif self.choices:
+            read = partial(read_choice, self.choices)
+        else:
+            read = _READERS.get(self.kind, str)
+        is_text = self.kind is Path or self.option.reads is Reads.TEXT  # which may be called none
+        return partial(_read_or_unset, read) if self.default is None and not is_text else read
 
     @property
     def flags(self) -> dict[str, enum.Enum]:
         """The values of an enum that has flags, by these."""
-        flags = {flag: value for flag, (value, _) in self.option.flags.items()}
-        if flags:
-            flags |= dict.fromkeys(self.option.former, next(iter(flags.values())))
-        return flags
+        return {flag: value for flag, (value, _) in self.option.flags.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,9 +288,7 @@ class Options(Generic[C]):
             option = setting.option
             if option.flags:
                 for flag, (_, text) in option.flags.items():
-                    yield _parameter(setting, flag, bool, text, default=False)
-                for flag in option.former:
-                    yield _parameter(setting, flag, bool, "", default=False, hidden=True)
+                    yield _parameter(setting, flag, bool, text, default=False, hidden=not text)
                 continue
             default = False if setting.kind is bool else setting.default  # of the flag
             if setting.keys[-1] in self.by_model:
@@ -285,9 +297,6 @@ class Options(Generic[C]):
                 hidden = name != setting.names[0]
                 kind = setting.kind
                 yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
-            if option.takes_arguments:
-                info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
-                yield keyword_only(_ARGUMENTS, Annotated[list[str] | None, info], None)
 
     def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
         """Return all settings with their values in a configuration; None: it has none."""
@@ -316,10 +325,11 @@ class Options(Generic[C]):
         """
         config: Any = self.default if default is None else default
         for setting in self.settings():
-            value = _said(setting, given)
+            value = said(setting, given)
             if value is None:
                 value = (file or {}).get(setting.key)
             if value is not None:
+                value = None if value is Unset.UNSET else value
                 config = _changed(config, setting.keys, value)
         config.check_bounds()
         return cast("C", config)
@@ -427,7 +437,7 @@ def keyword_only(name: str, annotation: Any, default: Any = Parameter.empty) -> 
 # -- from a command line to a configuration --------------------------------------------------------
 
 
-def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
+def said(setting: Setting, given: Mapping[str, Any]) -> Any:
     """Return what a command line says about a setting; None: nothing."""
     names = setting.flags or setting.names
     by_parameter = {parameter_name(name): name for name in names}
@@ -441,17 +451,12 @@ def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
         if len({setting.flags[flag] for flag in chosen}) > 1:
             raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
         return setting.flags[chosen[0]] if chosen else None
-    if setting.option.takes_arguments and (more := given[_ARGUMENTS]) and not said:
-        expected = f"options; what stands behind {setting.names[0]} belongs to it"
-        raise OptionError(_ARGUMENTS, " ".join(more), expected)
     if not said:
         return None
     name, value = [*said.items()][-1]  # the last one counts, as of one option
     if setting.kind is bool:
         return setting.name.partition("/")[2] != name
-    if get_origin(setting.kind) is not tuple:
-        return value
-    return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
+    return tuple(value) if get_origin(setting.kind) is tuple else value
 
 
 def _changed(config: Any, keys: Keys, value: Any) -> Any:

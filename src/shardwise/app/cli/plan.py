@@ -113,7 +113,6 @@ DEVICE = "device"
 
 #: Options that mean something else here than in a training, or are said in other words.
 _SHOWS: dict[str, dict[str, Any]] = {
-    "activation_checkpointing": {"flags": {}, "former": (), "metavar": "NAME"},
     "compile": {"help": "Plan for blocks that torch.compile compiles.", "panel": MACHINE},
     "transport": {"env": None},
     "batch_size": {"help": "Samples per rank and microbatch.", "metavar": "N"},

@@ -48,11 +48,13 @@ from shardwise.insight.schema.option import (
     Config,
     Count,
     Natural,
+    OnResume,
+    Reads,
     Seconds,
     require,
     setting,
 )
-from shardwise.insight.schema.training import check_nproc
+from shardwise.insight.schema.training import check_nproc, read_nproc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,10 @@ class HostsConfig(Config):
         shown="1",
     )
     node_rank: Natural | None = setting(
-        None, "Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS
+        None,
+        "Number of this host, from 0; with MIN:MAX only host 0 needs it.",
+        HOSTS,
+        on_resume=OnResume.START,
     )
     rdzv: str | None = setting(
         None,
@@ -95,6 +100,7 @@ class HostsConfig(Config):
         HOSTS,
         metavar="NAME",
         shown="shardwise",
+        reads=Reads.TEXT,
     )
 
     def nodes_within(self, timeout: float) -> Nodes | None:
@@ -115,14 +121,28 @@ class LaunchConfig(HostsConfig):
     """How many processes on how many hosts, and what happens when some are lost."""
 
     nproc: Count | None = setting(
-        None, "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
+        None,
+        "Processes to start on this host: a number, gpu or cpu for one each, or auto. Not with "
+        "torchrun, which starts them.",
+        metavar="N",
+        shown="1",
+        reads=read_nproc,
     )
-    dry_run: bool = setting(False, "Show what ranks would hold and a step needs, and exit.")
+    dry_run: bool = setting(
+        False,
+        "Show what ranks would hold and a step needs, and exit.",
+        on_resume=OnResume.START,
+    )
     plan: bool = setting(
-        False, "Say first what the training needs and how fast it will be; stop if it cannot fit."
+        False,
+        "Say first what the training needs and how fast it will be; stop if it cannot fit.",
+        on_resume=OnResume.START,
     )
     world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = setting(
-        None, "Number of ranks of the --dry-run.", shown="--nproc"
+        None,
+        "Number of ranks of the --dry-run.",
+        shown="--nproc",
+        on_resume=OnResume.START,
     )
     rdzv_timeout: Seconds = setting(300.0, "Seconds to wait for all hosts.", HOSTS)
     max_restarts: Natural = setting(
@@ -216,8 +236,6 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         run_rank(world, job.run)
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
-    # Several hosts may each have a disk of their own, and would each choose for themselves.
-    chosen = job.choose_folder() if nodes is None else None
     hosts = 1
     if nodes is not None:
         nodes = replace(nodes, why_not=lambda hosts: _why_not(job, _world(hosts, processes)))
@@ -227,8 +245,8 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         if nodes is None or nodes.rank == 0:
             # The other hosts may see the folder that host 0 has made already.
             nothing_to_do = job.check_folder()
-            if chosen is not None:
-                show(chosen)
+            if job.chosen is not None:
+                show(job.chosen)
             if nothing_to_do is not None:
                 show(nothing_to_do)
                 sys.exit(0)
@@ -240,7 +258,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             held.enter_context(environment(**{LOCKED: "1"}))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
-        command = command_of(job, _words(job, chosen), Path(folder))
+        command = command_of(job, _words(job), Path(folder))
         if job.deadline is not None:
             code = _launch_replicas(job, command, processes, job.deadline, launch.max_restarts)
         else:
@@ -355,10 +373,10 @@ def _why_not(job: TrainingJob, world: World) -> str | None:
     return None
 
 
-def _words(job: TrainingJob, chosen: str | None) -> list[str]:
+def _words(job: TrainingJob) -> list[str]:
     """Return the command line with the folder that was chosen in place of the default one."""
     words = sys.argv[1:]
-    if chosen is None:
+    if job.chosen is None:
         return words
     # Behind ``train RECIPE``: whatever follows a -- is no option.
     at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
@@ -411,7 +429,7 @@ def add_to(cli: typer.Typer, *_: str) -> None:
         default=ScriptConfig(),
         without=frozenset({"dry_run", "plan", "world_size"}),
         shows={
-            "nproc": {"help": "Processes to start on this host."},
+            "nproc": {"help": "Processes to start on this host: a number, gpu, cpu or auto."},
             "max_restarts": {
                 "help": "How often to start the script again when a process or a host is lost, "
                 "with the hosts that are left."

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.app.cli.config_file import FileOption, read_options, save, written
+from shardwise.app.cli.config_file import (
+    FileOption,
+    options_of_run,
+    read_options,
+    save,
+    written,
+)
 from shardwise.app.cli.options import (
     Options,
     PathOption,
+    Unset,
     help_if_alone,
     keyword_only,
     parameter_name,
+    read_name,
+    said,
     with_options,
 )
 from shardwise.app.cli.run import LaunchConfig, run
@@ -23,6 +32,7 @@ from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.base.errors import UserError
 from shardwise.base.units import show
+from shardwise.elastic.world import find_world
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig
@@ -72,7 +82,7 @@ Two processes; the folder has MNIST's four files, gzipped or not:
 
 Each convolution block a group of its own, activations recomputed:
   [cyan]shardwise train mnist --data-dir mnist --nproc 2 --nested-fsdp \\
-    --activation-checkpointing[/cyan]
+    --activation-checkpointing full[/cyan]
 """
 
 _IMAGENET = """
@@ -98,7 +108,7 @@ What each of 128 ranks would hold of 10 billion parameters, without training:
 
 ImageNet, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
   [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8 \\
-    --param-dtype bf16 --activation-checkpointing[/cyan]
+    --param-dtype bf16 --activation-checkpointing full[/cyan]
 
 Speed without reading images, on two CPUs:
   [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
@@ -114,6 +124,32 @@ _FILES = (
     _file_option("--config", "Options in YAML, by their names; those of the command line win."),
     _file_option("--save-config", "Write the options to a new file for --config, and exit."),
 )
+
+_TEXTS = keyword_only(
+    "texts",
+    Annotated[
+        list[str] | None,
+        typer.Argument(
+            parser=read_name, metavar="[TEXT]...", help="The same as --data.", show_default=False
+        ),
+    ],
+    None,
+)
+
+#: Options that say the same, or cannot be beside each other: one that is named replaces the others
+#: in a file, and in the run that goes on.
+_REPLACES: Mapping[str, tuple[str, ...]] = {
+    "--from": ("--model",),
+    "--model": ("--from",),
+    "--chat": ("--data",),
+    "--data": ("--chat",),
+    "--epochs": ("--steps",),
+    "--strategy": ("--mesh", "--replicas"),
+    "--mesh": ("--replicas",),
+    "--replicas": ("--mesh",),
+    "--accumulate": ("--batch-tokens",),
+    "--batch-tokens": ("--accumulate",),
+}
 
 _STRATEGIES = ", ".join(each.value for each in Strategy if each is not Strategy.DILOCO)
 _BY_EPOCHS = {
@@ -133,7 +169,7 @@ def _options_of(recipe: str) -> Options[RecipeConfig]:
             default=DEFAULTS[recipe].with_train(diloco=DilocoConfig()),
             shows={
                 "batch_size": {"help": "Sequences per rank and microbatch."},
-                "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
+                "epochs": {"help": "Epochs of the whole run, in place of --steps."},
             },
             by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
         )
@@ -162,32 +198,77 @@ def add_to(cli: typer.Typer, *words: str) -> None:
 def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., None]:
     """Return the function of a training's command, with its options."""
     launch, default = Options(default=LaunchConfig()), options.default
+    # Texts are as long as they are read, and images as the epochs: then steps only end them sooner.
+    replaces = {**_REPLACES, **({"--steps": ("--epochs",)} if default.train.epochs is None else {})}
 
     def act(given: Mapping[str, Any]) -> None:
+        if more := given.get("texts"):
+            option = "data" if given["chat"] is None else "chat"
+            given = {**given, option: [*(given[option] or ()), *more]}
         file: dict[str, FileOption] = {}
         if given["config"] is not None:
             file = read_options(given["config"], [launch, options], f"train {default.recipe}")
+        on_line = {s.key for each in (launch, options) for s in each.settings() if said(s, given)}
+        drop(file, on_line)
         try:
-            start(given, file)
+            start(given, on_line, file)
         except UserError as error:
             name = getattr(error, "option", None)
-            if name not in file or given.get(parameter_name(name)) is not None:
+            if name not in file or name in on_line:
                 raise
             located = UserError(f"{error} ({file[name].place})")
             located.exit_code = error.exit_code
             raise located from error
 
-    def start(given: Mapping[str, Any], file: dict[str, FileOption]) -> None:
-        # One of two says it: what is on the line replaces either in the file.
-        for pair in (("--from", "--model"), ("--epochs", "--steps")):
-            if any(given.get(parameter_name(name)) is not None for name in pair):
-                for name in pair:
-                    file.pop(name, None)
+    def drop(lower: dict[str, FileOption], named: Collection[str]) -> None:
+        """Drop what named options replace."""
+        for name in {*named}.intersection(replaces):
+            for other in (name, *replaces[name]):
+                lower.pop(other, None)
+
+    def start(
+        given: Mapping[str, Any], on_line: Collection[str], file: dict[str, FileOption]
+    ) -> None:
+        launching = launch.read(given, None, {name: found.value for name, found in file.items()})
+        config, text = compose(given, file, launching)
+        named = {*on_line, *file}
+        job = TrainingJob(config, Folder.NAMED if "--out" in named else Folder.DEFAULT, text)
+        # Several hosts may each have a disk of their own, and would each choose for themselves.
+        if launching.nnodes is None and find_world() is None:
+            job.choose_folder()
+        if record := job.going_on():
+            run_file = str(job.config.files.run_json)
+            of_run = options_of_run(record, options, run_file)
+            drop(of_run, named)
+            of_run = {name: found for name, found in of_run.items() if name not in named}
+            file |= of_run
+            job.go_on(*compose(given, file, launching, of_run))
+        if given["save_config"] is not None:
+            save(given["save_config"], job.options_file)
+            show(f"options    {given['save_config']}")
+            return
+        run(job, launching)
+
+    def compose(
+        given: Mapping[str, Any],
+        file: Mapping[str, FileOption],
+        launching: LaunchConfig,
+        of_run: Collection[str] = (),
+    ) -> tuple[RecipeConfig, str]:
+        """Return the configuration, and the file that repeats it.
+
+        Args:
+            given: the command line.
+            file: what it does not say.
+            launching: how many processes, and where.
+            of_run: which of these a run says that goes on.
+        """
         in_file = {name: found.value for name, found in file.items()}
 
         def asked(name: str) -> Any:
             value = given.get(parameter_name(name))
-            return in_file.get(name) if value is None else value
+            value = in_file.get(name) if value is None else value
+            return None if value is Unset.UNSET else value
 
         config = default
         if (weights := asked("--from")) is not None:
@@ -202,24 +283,19 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         strategy = config.train.sharding.strategy
         if default.train.diloco is not None and strategy is not Strategy.DILOCO:
             for setting in options.settings():
-                if "diloco" in setting.keys and any(asked(n) is not None for n in setting.names):
+                mine = "diloco" in setting.keys and setting.key not in of_run
+                if mine and any(asked(n) is not None for n in setting.names):
                     expected = "--strategy diloco with it"
                     raise OptionError(setting.key, f"strategy {strategy.value}", expected)
             config = config.with_train(diloco=None)
         if asked("--epochs") is not None and asked("--steps") is None:
             config = config.with_train(steps=None)  # in place of a default number
-        launching = launch.read(given, None, in_file)
         processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
         values = (*processes, *options.values_of(config))
-        text = written(f"shardwise train {default.recipe}", values)
-        if given["save_config"] is not None:
-            save(given["save_config"], text)
-            show(f"options    {given['save_config']}")
-            return
-        folder = Folder.DEFAULT if asked("--out") is None else Folder.NAMED
-        run(TrainingJob(config, folder, text), launching)
+        return config, written(f"shardwise train {default.recipe}", values)
 
-    return with_options(act, [launch, options], help_text, _FILES)
+    texts = [_TEXTS] if default.recipe == "lm" else []
+    return with_options(act, [launch, options], help_text, [*texts, *_FILES])
 
 
 #: Of each training: its help, and the end of that.

@@ -47,6 +47,8 @@ class RunFiles:
 
     root: Path
     options = _RunFile("config.yaml")  # of the last session, as --config reads them
+    #: Of those before: session-2.yaml is of the second session, and of earlier ones without a file.
+    earlier_options = _RunFolder("earlier-options")
     model_config = _RunFile("config.json")  # the model's, as transformers reads it
     generation_config = _RunFile("generation_config.json")  # of a run that began with --from
     tokenizer = _RunFolder(TOKENIZER)  # as transformers saves it

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, g
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import NotPossibleError, UserError
+from shardwise.insight.schema.words import own_word
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ class OptionError(UserError, ValueError):
     """
 
     def __init__(self, option: str, found: object, expected: str) -> None:
-        super().__init__(f"{option}: found {found}, expected {expected}")
+        shown = "none given" if found is None else found
+        super().__init__(f"{option}: found {shown}, expected {expected}")
         self.option, self.found, self.expected = option, found, expected
 
 
@@ -57,6 +59,22 @@ class Reads(enum.Enum):
 
     PLAIN = "plain"  # by the type of the field; a Path with ~ for the home folder
     NAME = "name"  # a name that may be a path: ~ stands for the home folder
+    TEXT = "text"  # any text at all
+
+
+class OnResume(enum.Enum):
+    """What becomes of an option when a run goes on, by ``--resume`` or ``--auto-resume``."""
+
+    KEPT = "as in the run, or as named now"
+    FIXED = "as in the run; another is refused, since checkpoints or the order of data depend on it"
+    DATA = "as in the run, or named now: another place where the same lies"
+    SESSION = "as named now, else the default"
+    START = "the same, and no file of options has it"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is not named is as in the run."""
+        return self in (OnResume.KEPT, OnResume.FIXED, OnResume.DATA)
 
 
 LARGEST = 1e38  # that float32 holds
@@ -117,37 +135,36 @@ class Option:
         panel: under which title; None: among the first options.
         name: the option, if it is not the name of the field. ``--on/--off`` for two flags: the one
             that changes the default is shown.
-        former: names that it, or the first of its flags, had before; they still work and are not
-            shown.
-        flags: for a field that is an enum: its flags, each with its value and its help.
+        flags: for a field that is an enum: its flags, each with its value and its help; one
+            without help is not shown.
         metavar: what stands for the value, in place of its type.
         shown: what to show as the default, where the default is None.
         env: an environment variable that is read where the option is not given.
         reads: how its text is read; a function from text to the value raises
             :class:`~shardwise.base.errors.NotPossibleError`.
         completions: what shells may offer, beside the values of an enum.
-        takes_arguments: for a tuple: arguments behind the option without a name belong to it.
-        fixed: a run goes on with the value that it began with: a checkpoint brings it back whatever
-            the option says, or it changes the order of the data.
+        on_resume: what becomes of it when a run goes on.
     """
 
     help: str
     panel: str | None = None
     name: str | None = None
-    former: tuple[str, ...] = ()
     flags: Mapping[str, tuple[enum.Enum, str]] = field(default_factory=dict)
     metavar: str | None = None
     shown: str | None = None
     env: str | None = None
     reads: Reads | Callable[[str], Any] = Reads.PLAIN
     completions: tuple[str, ...] = ()
-    takes_arguments: bool = False
-    fixed: bool = False
+    on_resume: OnResume = OnResume.KEPT
 
 
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:
-    """Return the metadata of a field that is an option; see :class:`Option`."""
-    return {OPTION: Option(help=text, panel=panel, **settings)}
+    """Return the metadata of a field that is an option; see :class:`Option`.
+
+    How many processes there are, and on which hosts, is up to each session.
+    """
+    usual = OnResume.SESSION if panel in (None, HOSTS) else OnResume.KEPT
+    return {OPTION: Option(help=text, panel=panel, **{"on_resume": usual, **settings})}
 
 
 def setting(default: T, text: str, panel: str | None = None, **settings: Any) -> T:
@@ -165,6 +182,7 @@ def model_option(presets: Iterable[str]) -> dict[str, Option]:
         metavar="NAME",
         reads=Reads.NAME,
         completions=names,
+        on_resume=OnResume.DATA,
     )
 
 
@@ -224,9 +242,10 @@ def _kinds_of(config: type[Any]) -> Mapping[str, _FieldKind]:
 def _member(kind: Any, text: str) -> enum.Enum:
     """Return the member of an enum that a text stands for."""
     members: dict[str, enum.Enum] = {str(each.value): each for each in kind}
-    if text not in members:
+    name = own_word(text, members)
+    if name not in members:
         raise NotPossibleError("", text, f"one of {', '.join(members)}")
-    return members[text]
+    return members[name]
 
 
 @dataclass(frozen=True)
@@ -281,21 +300,30 @@ def configurations(config: Any) -> Iterator[Any]:
             yield from configurations(value)
 
 
-def option_names(config: Any) -> dict[str, str]:
-    """Return the options of a configuration and of all that it holds, by the names of fields."""
-    every = (kinds_of(each) for each in configurations(config))
-    return {name: kind.name for kinds in every for name, kind in kinds.items()}
+def option_names(config: Any, *rules: OnResume) -> dict[str, str]:
+    """Return the options of a configuration and of all that it holds, by the names of fields.
+
+    Args:
+        config: the configuration.
+        rules: of which; none given: of all options.
+    """
+    return {
+        each.name: kinds_of(part)[each.name].name
+        for part in configurations(config)
+        for each in fields(part)
+        if OPTION in each.metadata and (not rules or each.metadata[OPTION].on_resume in rules)
+    }
 
 
 def fixed_defaults(config: Any) -> dict[str, Any]:
     """Return the defaults of all settings that a run goes on with, as plain values; None: none."""
-    found = {}
-    for each in configurations(config):
-        for setting in fields(each):
-            if OPTION in setting.metadata and setting.metadata[OPTION].fixed:
-                default = None if setting.default is MISSING else setting.default
-                found[setting.name] = as_json(default)
-    return found
+    names = option_names(config, OnResume.FIXED)
+    return {
+        each.name: as_json(None if each.default is MISSING else each.default)
+        for part in configurations(config)
+        for each in fields(part)
+        if each.name in names
+    }
 
 
 @contextlib.contextmanager

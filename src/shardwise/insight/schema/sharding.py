@@ -11,11 +11,11 @@ from shardwise.base.units import counted
 from shardwise.frontends.strategies import (
     HOST,
     REPLICATE,
-    SHARD,
     Checkpointing,
+    MeshError,
     ShardingPlan,
     Strategy,
-    parse_mesh,
+    WantedMesh,
     reshard_over,
     resolve,
 )
@@ -24,6 +24,7 @@ from shardwise.insight.schema.option import (
     TRAINING,
     Config,
     Count,
+    OnResume,
     OptionError,
     naming,
     require,
@@ -116,7 +117,7 @@ class StrategyConfig(Config):
         PrecisionName.FP32,
         "Dtype of parameters, gradients and optimizer state between steps.",
         SHARDING,
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     param_dtype: PrecisionName | None = setting(
         None, "Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"
@@ -146,27 +147,11 @@ class StrategyConfig(Config):
     )
     activation_checkpointing: Checkpointing = setting(
         Checkpointing.NONE,
-        "Activations that are recomputed in backward instead of being kept: {choices}.",
+        "Activations that are recomputed in backward instead of being kept: {choices}. "
+        "selective keeps the results of matrix products, convolutions and attention, op only "
+        "every second of these products.",
         SHARDING,
-        former=("--use-gradient-checkpointing",),
-        flags={
-            "--activation-checkpointing": (
-                Checkpointing.FULL,
-                "Recompute activations in backward instead of keeping them.",
-            ),
-            "--selective-checkpointing": (
-                Checkpointing.SELECTIVE,
-                "The same, but keep the results of matrix products, convolutions and attention.",
-            ),
-            "--operator-checkpointing": (
-                Checkpointing.OPERATOR,
-                "The same, but keep only every second of these products.",
-            ),
-            "--keep-activations": (
-                Checkpointing.NONE,
-                "Keep all activations, whatever --config says.",
-            ),
-        },
+        metavar="NAME",
     )
     recompute_every: Count = setting(
         1,
@@ -206,7 +191,7 @@ class StrategyConfig(Config):
         "with its states; --shard-dtype is that of the parameters.",
         TRAINING,
         shown="no copies",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
 
     @property
@@ -222,7 +207,7 @@ class StrategyConfig(Config):
         """
         super().check_values()
         recomputes = self.activation_checkpointing is not Checkpointing.NONE
-        expected = "--activation-checkpointing too, or another option that recomputes"
+        expected = "--activation-checkpointing too"
         alone = self.recompute_every > 1 and not recomputes
         require(not alone, "--recompute-every", self.recompute_every, expected)
         for name, place in self._places.items():
@@ -283,10 +268,7 @@ class StepConfig(Config):
                 "Step with each group as soon as its gradients are reduced, which saves the "
                 "memory of gradients; --clip-grad then goes by the norm of the step before.",
             ),
-            "--step-after-backward": (
-                Stepping.AFTER_BACKWARD,
-                "Step after backward, whatever --config says.",
-            ),
+            "--no-step-in-backward": (Stepping.AFTER_BACKWARD, ""),
         },
     )
 
@@ -304,7 +286,9 @@ class ShardingConfig(StrategyConfig):
     #: Whether the job was started for several hosts. Hybrid strategies then go on with one host,
     #: if only one is left.
     over_hosts: bool = False
-    mesh: str | None = setting(None, "The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING)
+    mesh: str | None = setting(
+        None, "The same as a mesh: dp=N, or dp_replicate=R,dp_shard=S.", SHARDING
+    )
 
     def check_values(self) -> None:
         """Check what is kept where, and that the mesh is said once.
@@ -339,12 +323,13 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
     if config.mesh is not None:
         option = "--mesh"
         with naming(option):
-            sizes = parse_mesh(config.mesh)
-        replicas = sizes.get(REPLICATE, 1)
-        ranks = replicas * sizes.get(SHARD, 1)
-        found = f"{config.mesh}, a mesh of {counted(ranks, 'rank')}"
+            mesh = WantedMesh.parse(config.mesh)
+            if mesh.tensor_parallel > 1:
+                raise MeshError(config.mesh, "dimensions of data parallelism: dp_replicate, dp")
+        replicas = dict(zip(mesh.names, mesh.shape, strict=True)).get(REPLICATE, 1)
+        found = f"{config.mesh}, a mesh of {counted(mesh.size, 'rank')}"
         expected = f"one of {world_size}, the number of processes"
-        require(ranks == world_size, option, found, expected)
+        require(mesh.size == world_size, option, found, expected)
     elif replicas is None:
         option, hint = "--strategy", "; say --replicas R"
         replicas = hosts if config.over_hosts and config.strategy.is_hybrid else None

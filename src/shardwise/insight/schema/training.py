@@ -17,7 +17,7 @@ from shardwise.diloco.settings import (
     WireFormat,
     check_streaming,
 )
-from shardwise.elastic.world import World, most_ranks
+from shardwise.elastic.world import World, most_ranks, usable_cores
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import (
     DILOCO,
@@ -30,6 +30,7 @@ from shardwise.insight.schema.option import (
     Fraction,
     Natural,
     NotNegative,
+    OnResume,
     OptionError,
     Positive,
     Seconds,
@@ -101,7 +102,7 @@ _PARAM_GROUPS: Any = setting(
     TRAINING,
     name=_GROUP,
     metavar="RULE",
-    fixed=True,
+    on_resume=OnResume.FIXED,
 )
 
 
@@ -117,7 +118,7 @@ class OptimizerConfig(Config):
         TRAINING,
         name="--optimizer",
         metavar="NAME",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
     warmup: Natural = setting(20, "Steps of linear warmup, at most half of all.", TRAINING)
@@ -134,22 +135,27 @@ class OptimizerConfig(Config):
     min_lr: NotNegative | None = setting(
         None, "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
     )
-    beta1: Fraction = setting(0.9, "First beta of AdamW and of Lion.", TRAINING, fixed=True)
+    beta1: Fraction = setting(
+        0.9, "First beta of AdamW and of Lion.", TRAINING, on_resume=OnResume.FIXED
+    )
     beta2: Fraction = setting(
         0.95,
         "Second beta of AdamW and of Lion, for which the default is 0.99.",
         TRAINING,
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     momentum: Fraction | None = setting(
         None,
         "Momentum of Muon and of SGD.",
         TRAINING,
         shown="0.95 for muon, 0.9 for sgd",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     weight_decay: NotNegative = setting(
-        0.1, "Weight decay of matrices; norms and biases have none.", TRAINING, fixed=True
+        0.1,
+        "Weight decay of matrices; norms and biases have none.",
+        TRAINING,
+        on_resume=OnResume.FIXED,
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: NotNegative = setting(1.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
@@ -197,9 +203,9 @@ class SgdConfig(Config):
     """Stochastic gradient descent with momentum."""
 
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
-    momentum: Fraction = setting(0.9, "Momentum of SGD.", TRAINING, fixed=True)
+    momentum: Fraction = setting(0.9, "Momentum of SGD.", TRAINING, on_resume=OnResume.FIXED)
     weight_decay: NotNegative = setting(
-        1e-4, "Weight decay of all parameters.", TRAINING, fixed=True
+        1e-4, "Weight decay of all parameters.", TRAINING, on_resume=OnResume.FIXED
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: NotNegative = setting(0.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
@@ -312,7 +318,9 @@ class DilocoConfig(Config):
 class OutputConfig(Config):
     """What a run writes, where, and how often."""
 
-    out: Path = field(metadata=option("Folder of the run.", OUTPUT, metavar="PATH"))
+    out: Path = field(
+        metadata=option("Folder of the run.", OUTPUT, metavar="PATH", on_resume=OnResume.START)
+    )
     checkpoint_every: Natural = setting(
         100, "Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT
     )
@@ -329,9 +337,7 @@ class OutputConfig(Config):
         "shards and optimizer state.",
         OUTPUT,
     )
-    eval_every: Natural = setting(
-        100, "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
-    )
+    eval_every: Natural = setting(100, "Steps between evaluations; 0: only at the end.", OUTPUT)
     timeline: str | None = setting(
         None,
         "Record what every rank does in some steps, such as 5-8; auto: four, after four more. "
@@ -339,6 +345,7 @@ class OutputConfig(Config):
         OUTPUT,
         metavar="STEPS",
         completions=("auto",),
+        on_resume=OnResume.SESSION,
     )
     log_every: Count = setting(
         1, "Steps from one printed line to the next; metrics.jsonl has all steps.", OUTPUT
@@ -361,6 +368,7 @@ class OutputConfig(Config):
         Existing.REFUSE,
         "What to do about a run that is in --out already.",
         OUTPUT,
+        on_resume=OnResume.START,
         flags={
             "--resume": (Existing.RESUME, "Go on from the newest checkpoint in --out."),
             "--auto-resume": (
@@ -416,7 +424,7 @@ class TrainConfig(StepConfig):
     epochs: Count | None = setting(None, "Epochs of the whole run, from its beginning.", TRAINING)
     optimizer: OptimizerConfig | SgdConfig
     seed: Annotated[int, SEEDS] = setting(
-        0, "Seed of initial weights, order of data and dropout.", TRAINING, fixed=True
+        0, "Seed of initial weights, order of data and dropout.", TRAINING, on_resume=OnResume.FIXED
     )
     device: str = setting(
         AUTO,
@@ -535,6 +543,24 @@ def _setting(text: str, whole: str) -> tuple[str, float]:
     expected = f"a number, 0 or more, for {name}"
     require(0 <= number < math.inf, _GROUP, f"{value!r} in {whole!r}", expected)
     return name, number
+
+
+def read_nproc(text: str) -> int:
+    """Read a number of processes: ``8``; ``gpu`` or ``cpu``, one for each; ``auto``, one of these.
+
+    Raises:
+        NotPossibleError: it is none.
+    """
+    if text.removeprefix("-").isdecimal() and len(text) < 20:
+        return int(text)
+    if text not in ("gpu", "cpu", AUTO):
+        raise NotPossibleError("", repr(text), "a whole number, gpu, cpu or auto")
+    from shardwise.base import devices  # imports torch
+
+    count = 0 if text == "cpu" else devices.count()
+    if not count and text == "gpu":
+        raise NotPossibleError("", text, "cpu, auto or a number: this host has no GPU")
+    return count or usable_cores()
 
 
 def check_nproc(nproc: int | None, world: World | None) -> int:

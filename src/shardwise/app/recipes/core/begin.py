@@ -10,23 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.position import Position
-from shardwise.app.recipes.core.recipe import Inputs
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import UserError
 from shardwise.elastic.world import job_id
-from shardwise.insight.schema.option import OptionError, flatten, option_name
+from shardwise.insight.schema.option import OnResume, OptionError, flatten, option_names
 from shardwise.insight.schema.training import Existing, OutputConfig
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.core.checkpointing import Checkpoints
-
-
-# Where things are on a host, and what to do about a run that is there: hosts may differ in these.
-_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"}) | {
-    "pretrained",
-    "chat",
-    "eval_data",
-}
 
 
 def decided(output: OutputConfig) -> OutputConfig:
@@ -104,12 +96,25 @@ def check_folder(inputs: Inputs) -> Position:
     return position
 
 
+def agreed_options(config: RecipeConfig) -> dict[str, str]:
+    """Return the options that hosts agree on: not where things are, nor what is done about a run.
+
+    Args:
+        config: whose options.
+
+    Returns:
+        Their names, by the names of settings.
+    """
+    apart = (OnResume.DATA, OnResume.START)
+    return option_names(config, *(rule for rule in OnResume if rule not in apart))
+
+
 def check_alike(hosts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
     """Check that all hosts were started with the same options, model and data.
 
     Args:
         hosts: for each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
-        names: the options by the names of settings.
+        names: the options that hosts agree on, by the names of settings.
 
     Raises:
         OptionError: names the first difference, and the host.
@@ -128,14 +133,11 @@ def compared(facts: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
     Args:
         facts: the name of the recipe and :meth:`Inputs.facts`.
-        names: the options by the names of settings.
+        names: the options that hosts agree on, by the names of settings.
     """
     settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
-    options = {
-        names.get(name, option_name(name)): value
-        for name, value in flatten(facts["config"]).items()
-        if name not in _OWN
-    }
+    config = flatten(facts["config"])
+    options = {option: config[name] for name, option in names.items() if name in config}
     return {
         "train": facts["recipe"],
         **options,

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.app.recipes.core.begin import check_folder, compared, decided
+from shardwise.app.recipes.core.begin import agreed_options, check_folder, compared, decided
 from shardwise.app.recipes.core.recipe import Assemble, Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
-from shardwise.insight.schema.option import option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import Existing
 
@@ -37,6 +36,7 @@ class TrainingJob:
 
     Attributes:
         config: the configuration.
+        chosen: a line that says which folder was chosen, if not the default one.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class TrainingJob:
     ) -> None:
         self.config = config
         self._folder = folder
-        self._options = options
+        self.chosen: str | None = None
+        self.options_file = options
         self._inputs: Inputs | None = None
         self._assemble: Assemble | None = None
         self._size = 1
@@ -82,28 +83,45 @@ class TrainingJob:
         config.files.begin(decided(config.train.output))
         return config.files
 
-    def choose_folder(self) -> str | None:
+    def choose_folder(self) -> None:
         """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.
 
         A new run takes the first folder that is free. ``--resume`` and ``--auto-resume`` go on
         with the newest run. ``--overwrite`` means the default folder.
-
-        Returns:
-            A line that says so; None where it is the default folder.
         """
         output = self.config.train.output
         if self._folder is Folder.NAMED or output.existing is Existing.OVERWRITE:
-            return None
+            return
         if output.existing is Existing.REFUSE:
             out = free_folder(output.out)
             why = f"{output.out} has a run; --resume --out {output.out} goes on with it"
         else:
             out = newest_folder(output.out)
             why = f"the newest run beside {output.out}"
-        if out == output.out:
-            return None
-        self.config = self.config.with_train(output=replace(output, out=out))
-        return f"run        {out}; {why}"
+        if out != output.out:
+            self.chosen = f"run        {out}; {why}"
+            self.config = self.config.with_train(output=replace(output, out=out))
+
+    def going_on(self) -> dict[str, Any]:
+        """Return the ``run.json`` of the run that this goes on with; empty: it begins one.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        output, files = decided(self.config.train.output), self.config.files
+        resumes = output.existing is Existing.RESUME and files.run_json.is_file()
+        record = files.read() if resumes else {}
+        return record if record.get("recipe") == self.config.recipe else {}
+
+    def go_on(self, config: RecipeConfig, options: str) -> None:
+        """Take other settings: those of the run that this goes on with.
+
+        Args:
+            config: with them; the folder of the run remains.
+            options: the file that repeats the command.
+        """
+        output = replace(config.train.output, out=self.config.train.output.out)
+        self.config, self.options_file = config.with_train(output=output), options
 
     def show_dry_run(self, world: World) -> None:
         """Print what every rank of a world would hold, and what a step needs, without starting it.
@@ -151,7 +169,7 @@ class TrainingJob:
     def options(self) -> dict[str, Any]:
         """Return what all hosts have to agree on, by the names of the options."""
         inputs = self._checked()
-        return compared({"recipe": inputs.recipe, **inputs.facts()}, option_names(inputs.config))
+        return compared({"recipe": inputs.recipe, **inputs.facts()}, agreed_options(inputs.config))
 
     def check_folder(self) -> str | None:
         """Check that the run may begin, or go on; see :func:`check_folder`.
@@ -191,7 +209,7 @@ class TrainingJob:
         inputs, assemble = self._checked(), self.prepare()
         from shardwise.app.recipes.core.training import train
 
-        train(inputs, assemble, world, signals, self._options, before)
+        train(inputs, assemble, world, signals, self.options_file, before)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

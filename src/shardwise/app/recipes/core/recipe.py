@@ -23,6 +23,7 @@ from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.insight.schema.option import (
     Config,
+    OnResume,
     OptionError,
     fixed_defaults,
     flatten,
@@ -187,9 +188,27 @@ class Inputs:
         # What it does not say was as by default before there was a choice.
         check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
         data = before.get("data", {})
-        if data.get("fingerprint") != now["data"]["fingerprint"]:
+        same = [data.get(key) == now["data"].get(key) for key in ("fingerprint", "tokenizer")]
+        if not all(same):
             option, found, called = self.of_data(data)
             raise OptionError(option, found, f"{called}, as the run began that --resume goes on")
+
+    def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return what is asked for in another way than a run began, by the names of options.
+
+        Args:
+            before: the content of its ``run.json``.
+
+        Returns:
+            The old and the new value of each.
+        """
+        names = option_names(self.config, *(rule for rule in OnResume if rule.is_kept))
+        was, now = flatten(before.get("config", {})), flatten(self.facts()["config"])
+        return {
+            option: (was[name], now[name])
+            for name, option in names.items()
+            if name in was and was[name] != now[name]
+        }
 
     def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the option that names the data, what they are now, and what others are called.

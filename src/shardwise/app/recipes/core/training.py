@@ -15,6 +15,7 @@ import torch
 
 from shardwise.app.recipes.core import journal
 from shardwise.app.recipes.core.begin import (
+    agreed_options,
     check_alike,
     check_folder,
     decided,
@@ -36,13 +37,13 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task,
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.base import devices
 from shardwise.base.errors import UserError
-from shardwise.base.units import counted
+from shardwise.base.units import counted, printable
 from shardwise.checkpoint.ranks.moving import Departure, transfer
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
-from shardwise.insight.schema.option import OptionError, naming, option_names
+from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
@@ -129,7 +130,7 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
         asked = {"recipe": inputs.recipe, **inputs.facts()}
         own = (asked, host_names[0])
         found = Peers().gather_objects(own, "the comparison of what hosts were asked")
-        check_alike([each for each, _ in found[:: world.local_size]], option_names(inputs.config))
+        check_alike([each for each, _ in found[:: world.local_size]], agreed_options(inputs.config))
         host_names = [name for _, name in found[:: world.local_size]]
     task = offloading(assemble(inputs, place), inputs.train)
     task = stepping_in_backward(task, inputs.train)
@@ -267,6 +268,7 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
     facts["model"]["parameters"] = count(task.module.parameters())
     _introduce(run, position)
+    _keep_earlier_options(run)
     record = journal.RunRecord(files, facts, _session(run, position))
     planned = os.environ.get(PLAN_FILE)
     for file, text in (
@@ -373,7 +375,30 @@ def _introduce(run: _Run, position: Position) -> None:
     )
     if position.step:
         say(f"resume     after {span.shown(position)}")
+        for option, (old, new) in _changes(run, position).items():
+            say(f"change     {option}: {_shown(old)} before, {_shown(new)} from here on")
         _warn_of_another_step(run)
+
+
+def _changes(run: _Run, position: Position) -> dict[str, tuple[Any, Any]]:
+    """Return what is asked for in another way than the run was before, if it goes on."""
+    return run.inputs.changes(run.files.read()) if position.step else {}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value in (None, []) else printable(str(value))
+
+
+def _keep_earlier_options(run: _Run) -> None:
+    """Keep the options of the sessions before, if this one has others."""
+    files = run.files
+    if not run.options or not files.options.is_file():
+        return
+    if files.options.read_text(encoding="utf-8", errors="replace") == run.options:
+        return
+    files.earlier_options.mkdir(exist_ok=True)
+    number = len(files.read().get("sessions", []))
+    files.options.rename(files.earlier_options / f"session-{number}.yaml")
 
 
 def _warn_of_another_step(run: _Run) -> None:
@@ -390,6 +415,7 @@ def _session(run: _Run, position: Position) -> dict[str, Any]:
     plan = run.place.plan
     return {
         "from_step": position.step,
+        "changes": _changes(run, position),
         "steps_asked_for": run.inputs.train.steps,
         "epochs_asked_for": run.inputs.train.epochs,
         "examples_per_step": run.per_step,

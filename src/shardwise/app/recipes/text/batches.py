@@ -155,8 +155,10 @@ def open_data(
 
 def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData:
     held = text.validation
+    batches = Sequences(text.train, config.seq_length, config.train.seed)
     return LmData(
-        batches=Sequences(text.train, config.seq_length, config.train.seed),
+        batches=batches,
+        per_epoch=None if config.train.epochs is None else batches.per_epoch,
         evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, place),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
         f"{brief(len(held))} for validation; {counted(text.files, 'file')}",

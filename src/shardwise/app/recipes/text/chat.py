@@ -1,10 +1,13 @@
 """Chat files: their lines, what each says, and which of its tokens are trained on. No torch here.
 
-A chat file has one JSON object per line, in one of these forms; other fields are ignored:
+A chat file has one JSON object per line, or is one list of them. Each is in one of these forms;
+other fields are ignored:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
     {"prompt": "a text", "completion": "how it goes on"}
     {"prompt": [messages], "completion": [messages]}
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}   ShareGPT
+    {"instruction": "a text", "input": "more of it, or nothing", "output": ...}           Alpaca
 
 The assistant's messages are trained on, but not those with ``"weight": 0`` (OpenAI's format).
 ``"tools"`` beside ``"messages"`` is given to the chat template.
@@ -28,6 +31,7 @@ is trained on, with the turns before it, just as the model meets them at inferen
 from __future__ import annotations
 
 import codecs
+import json
 import os
 import re
 from array import array
@@ -49,6 +53,8 @@ from shardwise.pretrained.opening import limited
 ASSISTANT = "assistant"
 HELD_OUT_AT_MOST = 512  # chats: an evaluation should take less time than the steps between two
 _LONGEST_LINE = 1 << 26  # bytes: far above any context; a file without line ends is no chat file
+_LARGEST_LIST = 1 << 30  # bytes of a file that is one list: it is read as a whole
+_BEGINNING = 1 << 10  # bytes that tell a list from lines
 _COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
 
 
@@ -99,13 +105,14 @@ def parse_chat(line: bytes, where: str) -> Chat | Completion:
     except CheckpointError as error:
         raise ChatError(str(error)) from None
     if not isinstance(value, dict):
-        raise _wrong(where, _kind(value), 'an object with "messages", or "prompt" and "completion"')
+        raise _wrong(where, _kind(value), f"an object with {_FORMS}")
+    value = _in_messages(value, where)
     if "messages" in value:
         messages = _messages(value["messages"], "messages", where)
         return _chat(messages, 0, value.get("tools"), where)
     if "prompt" not in value or "completion" not in value:
         found = ", ".join(sorted(map(repr, value))[:10]) or "no fields"
-        raise _wrong(where, found, '"messages", or "prompt" and "completion"')
+        raise _wrong(where, found, _FORMS)
     prompt, completion = value["prompt"], value["completion"]
     match prompt, completion:
         case str(), str():
@@ -118,6 +125,46 @@ def parse_chat(line: bytes, where: str) -> Chat | Completion:
             return _chat(messages, len(given), value.get("tools"), where)
     found = f'"prompt" {_kind(prompt)}, "completion" {_kind(completion)}'
     raise _wrong(where, found, "two texts, or two lists of messages")
+
+
+_FORMS = (
+    '"messages", "prompt" and "completion", "conversations" (ShareGPT), or "instruction" and '
+    '"output" (Alpaca)'
+)
+_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT} | {
+    role: role for role in ("user", ASSISTANT, "system")
+}
+
+
+def _in_messages(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a chat of ShareGPT or of Alpaca with messages; any other as it is.
+
+    An instruction and its input become one message. Alpaca's own words around them are left out:
+    a chat template has others.
+    """
+    if "messages" in value:
+        return value
+    system = value.get("system")
+    first = [{"role": "system", "content": system}] if system else []
+    turns = value.get("conversations")
+    if isinstance(turns, list):
+        for number, turn in enumerate(turns, start=1):
+            if not isinstance(turn, dict) or (
+                "role" not in turn and turn.get("from") not in _ROLES
+            ):
+                found = repr(turn.get("from"))[:80] if isinstance(turn, dict) else _kind(turn)
+                place = f'{where}, message {number} of "conversations"'
+                raise _wrong(place, f"{found} as who speaks", f"one of {', '.join(_ROLES)}")
+        named = [
+            turn if "role" in turn else {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+            for turn in turns
+        ]
+        return {**value, "messages": first + named}
+    if isinstance(value.get("instruction"), str) and "output" in value:
+        asked = "\n".join(filter(None, [value["instruction"], str(value.get("input") or "")]))
+        answer = {"role": ASSISTANT, "content": value["output"]}
+        return {**value, "messages": [*first, {"role": "user", "content": asked}, answer]}
+    return value
 
 
 def _messages(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -318,6 +365,9 @@ def _lines_of(option: str, path: Path) -> Iterator[tuple[int, int, bytes]]:
         with path.open("rb") as file:
             offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
             file.seek(offset)
+            if file.peek(_BEGINNING).lstrip()[:1] == b"[":
+                yield from _elements(_where(option, path, 1), offset, file.read(_LARGEST_LIST + 1))
+                return
             number = 0
             while line := file.readline(_LONGEST_LINE + 1):
                 number += 1
@@ -335,6 +385,34 @@ def _lines_of(option: str, path: Path) -> Iterator[tuple[int, int, bytes]]:
         raise OptionError(
             option, f"{path}, which cannot be read ({os.strerror(error.errno or 0)})", "a chat file"
         ) from None
+
+
+def _elements(where: str, begin: int, content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the line, the place and the text of every element of a list."""
+    if len(content) > _LARGEST_LIST:
+        raise _wrong(where, f"a list of more than {_LARGEST_LIST:,} bytes", "one chat per line")
+    text = content.decode("latin-1")  # a character for each byte, so that places are those of bytes
+    decoder, number, before = json.JSONDecoder(), 1, 0
+    at = _after_blanks(text, text.index("[") + 1)
+    more = text[at : at + 1] != "]"
+    try:
+        while more:
+            _, end = decoder.raw_decode(text, at)
+            number, before = number + text.count("\n", before, at), at
+            yield number, begin + at, content[at:end]
+            end = _after_blanks(text, end)
+            more = text[end : end + 1] == ","
+            if not more and text[end : end + 1] != "]":
+                raise _wrong(where, "a list without an end", "a comma or ] behind each chat")
+            at = _after_blanks(text, end + 1)
+    except (RecursionError, json.JSONDecodeError) as error:
+        raise ChatError(f"{where}: is not valid JSON ({one_line(error, 200)})") from None
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
 
 
 _BOM = codecs.BOM_UTF8  # what some editors put in front of a file

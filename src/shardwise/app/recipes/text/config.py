@@ -29,6 +29,7 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     NotNegative,
+    OnResume,
     Reads,
     as_json,
     model_option,
@@ -104,6 +105,7 @@ class LmConfig(RecipeConfig):
         name="--from",
         metavar="NAME",
         reads=Reads.NAME,
+        on_resume=OnResume.DATA,
     )
     lora: str | None = setting(
         None,
@@ -112,7 +114,7 @@ class LmConfig(RecipeConfig):
         MODEL,
         metavar="SETTINGS",
         shown="all weights are trained",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     base: BaseFormat | None = setting(
         None,
@@ -120,7 +122,7 @@ class LmConfig(RecipeConfig):
         MODEL,
         metavar="FORMAT",
         shown="--shard-dtype",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     frozen: Frozen | None = setting(
         None,
@@ -138,7 +140,7 @@ class LmConfig(RecipeConfig):
         metavar="TEXT",
         reads=Reads.NAME,
         shown="the Python standard library's source",
-        takes_arguments=True,
+        on_resume=OnResume.DATA,
     )
     chat: tuple[str, ...] = setting(
         (),
@@ -147,13 +149,14 @@ class LmConfig(RecipeConfig):
         MODEL,
         metavar="FILE",
         reads=Reads.NAME,
+        on_resume=OnResume.DATA,
     )
     packing: Packing = setting(
         Packing.PACKED,
         "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
         MODEL,
         metavar="NAME",
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     eval_data: tuple[str, ...] = setting(
         (),
@@ -162,6 +165,7 @@ class LmConfig(RecipeConfig):
         metavar="TEXT",
         reads=Reads.NAME,
         shown="one part in 20 of --data or --chat",
+        on_resume=OnResume.DATA,
     )
     tokenizer: str | None = setting(
         None,
@@ -170,22 +174,24 @@ class LmConfig(RecipeConfig):
         metavar="NAME",
         reads=Reads.NAME,
         shown="that of --from, else bytes",
+        on_resume=OnResume.DATA,
     )
     streams: Count | None = setting(
         None,
         "Streams that documents are split into; a multiple of the world size is best.",
         MODEL,
         shown="by world size, 8 or more",
+        on_resume=OnResume.FIXED,
     )
     shuffle_buffer: Natural = setting(
         0,
         "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
         "source.",
         MODEL,
-        fixed=True,
+        on_resume=OnResume.FIXED,
     )
     seq_length: Count = field(
-        metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL, fixed=True)
+        metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL, on_resume=OnResume.FIXED)
     )
     train: TrainConfig
     batch_tokens: Count | None = setting(
@@ -201,6 +207,7 @@ class LmConfig(RecipeConfig):
         None,
         "Beginning of the sample; with --chat, the question that it answers.",
         SAMPLE,
+        reads=Reads.TEXT,
         shown="a line of Python; nothing with --data; a question that is held out with --chat",
     )
     sample_tokens: Natural = setting(200, "Tokens of the sample; 0: no sample.", SAMPLE)
@@ -263,7 +270,8 @@ class LmConfig(RecipeConfig):
         if self.base is not None:
             require_installed(f"--base {self.base.value}", ["bitsandbytes"])
         check_extras(needed, self.train.output.logs)
-        return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
+        config = with_microbatches(self, world.size)
+        return LmInputs(config, settings, self._find_text(), self.train.batch_size)
 
     def _find_text(self) -> TextData | Documents | ChatData:
         # The command's help needs none of them, and nobody likes to wait for it.
@@ -277,6 +285,8 @@ class LmConfig(RecipeConfig):
             expected = "--from a model with one, or --tokenizer"
             require(tokenizer is not None, "--chat", "no tokenizer", expected)
         elif is_streamed(self.data, tokenizer):
+            expected = "--steps: how long an epoch of streamed documents is, nobody has counted"
+            require(self.train.epochs is None, "--epochs", self.train.epochs, expected)
             return find_documents(self.data, tokenizer, self.eval_data)
         for name, given in (
             ("--streams", self.streams),
@@ -298,8 +308,6 @@ class LmConfig(RecipeConfig):
 
     def _check(self, world: World) -> dict[str, Any]:
         self.check_values()
-        epochs = self.train.epochs
-        require(epochs is None or bool(self.chat), "--epochs", epochs, "--steps, or --chat with it")
         require(
             self.pretrained in (None, self.model),
             "--model",
@@ -359,11 +367,14 @@ class LmInputs(Inputs):
         config: the configuration, with its microbatches.
         settings: of the model, as in a ``config.json``.
         text: the data.
+        largest: sequences of a microbatch at most, with ``batch_tokens``: over other ranks, a run
+            has other microbatches.
     """
 
     config: LmConfig
     settings: dict[str, Any]
     text: TextData | Documents | ChatData
+    largest: int = 1
 
     @property
     def span(self) -> TrainingSpan:
@@ -373,11 +384,13 @@ class LmInputs(Inputs):
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
         tokenizer = {"tokenizer": self.config.tokenizer_name or "bytes"}
-        base = {}
+        base, config = {}, self.config
+        if config.batch_tokens is not None:
+            config = config.with_train(batch_size=self.largest, accumulate=1)
         if self.config.lora is not None and self.config.pretrained is not None:
             base = {"base": fingerprint(self.config.pretrained)}
         return {
-            "config": as_json(self.config),
+            "config": as_json(config),
             "model": {"name": self.config.model, "settings": self.settings, **base},
             "data": {**tokenizer, **self.text.facts()},
         }

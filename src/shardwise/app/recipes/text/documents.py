@@ -342,6 +342,8 @@ def _text_field(dataset: Any, name: str) -> str:
     features: Mapping[str, Any] = dataset.features or {"text": None}
     if "text" in features:
         return "text"
+    if {"messages", "conversations", "instruction", "prompt"} & features.keys():
+        raise OptionError("--data", f"{name}, which has chats", "--chat in place of --data")
     strings = [key for key, kind in features.items() if "string" in getattr(kind, "dtype", "")]
     if len(strings) == 1:
         return strings[0]

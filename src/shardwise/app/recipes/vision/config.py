@@ -25,6 +25,7 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     NotNegative,
+    OnResume,
     OptionError,
     Positive,
     as_json,
@@ -128,7 +129,11 @@ class MnistConfig(VisionConfig):
     module = recipe = "mnist"
 
     data_dir: Path | None = setting(
-        None, "Folder with MNIST's four IDX files.", MODEL, metavar="PATH"
+        None,
+        "Folder with MNIST's four IDX files.",
+        MODEL,
+        metavar="PATH",
+        on_resume=OnResume.DATA,
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -145,7 +150,6 @@ class MnistConfig(VisionConfig):
         "Shard each convolution block by itself, then the rest.",
         SHARDING,
         name="--nested-fsdp/--no-nested-fsdp",
-        former=("--use-nested-fsdp",),
     )
 
     def check(self, world: World) -> VisionInputs[Self]:
@@ -172,12 +176,18 @@ class ImageFolderConfig(VisionConfig):
     module = "images"
 
     data_dir: Path | None = setting(
-        None, "Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"
+        None,
+        "Folder with train/CLASS/ and val/CLASS/.",
+        MODEL,
+        metavar="PATH",
+        on_resume=OnResume.DATA,
     )
-    fake_data: bool = setting(False, "Train on noise, to measure speed.", MODEL)
+    fake_data: bool = setting(
+        False, "Train on noise, to measure speed.", MODEL, on_resume=OnResume.DATA
+    )
     model: str
     image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
-        224, "Height and width of the model's input, in pixels.", MODEL, fixed=True
+        224, "Height and width of the model's input, in pixels.", MODEL, on_resume=OnResume.FIXED
     )
     threads: Annotated[int, Bounds(least=1, most=1024)] = setting(
         4, "Threads that decode images, per rank.", MODEL, name="--workers"
@@ -289,13 +299,21 @@ class VitConfig(ImageFolderConfig):
 
     model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
     layers: Annotated[int, Bounds(least=1, most=10_000)] | None = setting(
-        None, "Number of blocks.", MODEL, shown=BY_MODEL
+        None, "Number of blocks.", MODEL, shown=BY_MODEL, on_resume=OnResume.FIXED
     )
     image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
-        224, "Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL, fixed=True
+        224,
+        "Height and width of the model's input, in pixels.",
+        MODEL,
+        shown=BY_MODEL,
+        on_resume=OnResume.FIXED,
     )
     patch_size: Count | None = setting(
-        None, "Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL
+        None,
+        "Height and width of a patch, in pixels.",
+        MODEL,
+        shown=BY_MODEL,
+        on_resume=OnResume.FIXED,
     )
     train: TrainConfig = field(
         default=TrainConfig(
