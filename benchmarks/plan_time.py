@@ -30,9 +30,10 @@ from _plan_cases import Case, Training
 from _report import Table
 from _worlds import World
 from shardwise.base.devices import keep_freed_memory
+from shardwise.base.spans import StepTime
 from shardwise.elastic.world import usable_cores
 from shardwise.insight.planning.calibrate import Calibration
-from shardwise.insight.planning.clock import StepTime, step_time
+from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.timeline.recorded import measure_machine

@@ -16,9 +16,9 @@ import shardwise
 from shardwise import checkpoint, timeline
 from shardwise._torch.fsdp import torch_groups
 from shardwise.app.recipes.core import rundir
-from shardwise.base import observe
+from shardwise.base import files, observe
 from shardwise.checkpoint import storage
-from shardwise.checkpoint.disk import commit, files
+from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.ranks import saving
 from shardwise.diloco import QuorumServer, quorum_server
 from shardwise.elastic import store

@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from shardwise.base.observe import Activity
+from shardwise.base.spans import StepTime
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.clock import CALLS, KERNEL, WORK, StepTime, step_time
+from shardwise.insight.planning.clock import (
+    CALLS,
+    KERNEL,
+    WORK,
+    step_time,
+)
 from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
     Device,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.observe import Activity, Memory
+from shardwise.base.spans import StepTime
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Log, Start, Wait
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import Available, Plan, Traffic

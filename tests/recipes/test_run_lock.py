@@ -19,7 +19,7 @@ from shardwise.app.recipes.core.recipe import Task
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.runs.files import Lock, lock_of
 from shardwise.base import devices
-from shardwise.checkpoint.disk import files as lock_files
+from shardwise.base import files as lock_files
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
 from shardwise.insight.schema.option import OptionError

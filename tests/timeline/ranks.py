@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.base.observe import Activity
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span
 from shardwise.timeline.rank import RankTimeline, Step
 
 

@@ -14,7 +14,7 @@ import pytest
 from shardwise.base import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity, Memory
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span
 from shardwise.timeline.page import page, trace
 from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
 from shardwise.timeline.recording import SPANS_OF_RANK, read, write

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.observe import Activity
+from shardwise.base.spans import Span
 from shardwise.insight.planning.calibrate import Calibration
-from shardwise.insight.planning.events import Event, Log, Mark, Op, Span, Start, StepPhase, Wait
+from shardwise.insight.planning.events import (
+    Event,
+    Log,
+    Mark,
+    Op,
+    Start,
+    StepPhase,
+    Wait,
+)
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.timeline import recorded as module
 from shardwise.timeline.rank import RankTimeline, Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.base.observe import Activity
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span
 from shardwise.timeline.rank import Step
 from shardwise.timeline.steps import Part, StepOfRank, StepWait, Timeline
 from tests.timeline.ranks import collective, rank, span, wait

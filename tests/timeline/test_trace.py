@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.observe import Activity, Memory
-from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span, StepTime
 from shardwise.timeline.page import nested, trace
 from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
 from shardwise.timeline.steps import Timeline

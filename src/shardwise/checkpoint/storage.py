@@ -53,7 +53,6 @@ from shardwise.checkpoint.disk.entries import (
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
-from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 
 __all__ = ["Reader", "Writer"]
@@ -117,6 +116,8 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        from shardwise.checkpoint.disk.pieces import PieceReader
+
         with PieceReader(self._path, self._read_manifest()) as reader:
             for item in plan.items:
                 entry, piece = self._find(item.storage_index)

@@ -27,10 +27,9 @@ from torch.distributed.fsdp import (
 
 from shardwise._torch import fsdp
 from shardwise.base.arguments import check_arguments
-from shardwise.checkpoint.ranks.xla import get_shard_metadata
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.optim_state import OptimSavingModule
+from shardwise.frontends.optim_saving import OptimSavingModule
 from shardwise.frontends.settings import (
     Groups,
     UnitSettings,
@@ -50,7 +49,6 @@ from shardwise.frontends.unit import (
     cast_buffers,
     materialize_unit,
 )
-from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, gather_in_order, state_of, states_of
 from shardwise.transport.wire import Wire
@@ -335,6 +333,8 @@ class FullyShardedDataParallel(OptimSavingModule):
         Raises:
             RuntimeError: this is not the outermost wrapper.
         """
+        from shardwise.optim.norms import clip_grad_norm_
+
         self._require_root("clip_grad_norm_")
         return clip_grad_norm_(self.parameters(), float(max_norm), norm_type)
 
@@ -459,6 +459,8 @@ class FullyShardedDataParallel(OptimSavingModule):
         Returns:
             What :func:`shardwise.checkpoint.get_shard_metadata` returns for this module.
         """
+        from shardwise.checkpoint.ranks.xla import get_shard_metadata
+
         return get_shard_metadata(self)
 
     def _require_root(self, method: str) -> None:

@@ -40,12 +40,11 @@ from torch.utils.hooks import RemovableHandle
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.module import joined, versions_in, visits, with_versions
 from shardwise._torch.unread import Unread
-from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.summon import is_first
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.placement import full_tensor
-from shardwise.sharding.state import groups_of
+from shardwise.sharding.state import HasStateDictKinds, groups_of
 from shardwise.sharding.steps import check_origin
 
 #: The name of the wrapped module in the wrapper, as in torch.

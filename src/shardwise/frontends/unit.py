@@ -26,7 +26,6 @@ from shardwise.frontends.state_dict import WrapperModule
 from shardwise.sharding.param import form_of
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import state_of
-from shardwise.transport.buckets import as_sendable
 from shardwise.transport.peers import Peers
 from shardwise.wrap import Policy, apply_to, chosen_modules
 
@@ -253,6 +252,8 @@ def broadcast_states(
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
         with Peers(group).collective("the broadcast of module states"):
+            from shardwise.transport.buckets import as_sendable
+
             c10d.broadcast_all([as_sendable(value) for value in sent], group)
     for tensor, value in zip(held, sent, strict=True):
         if value is not tensor:

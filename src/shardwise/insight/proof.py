@@ -40,10 +40,10 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import RankFailedError, RanksDivergedError
+from shardwise.base.files import replace_file
 from shardwise.base.html import document, escape
 from shardwise.base.ordering import nan_last
 from shardwise.base.units import binary_size, seconds, version_of
-from shardwise.checkpoint.disk.files import replace_file
 from shardwise.checkpoint.ranks.loading import load
 from shardwise.checkpoint.ranks.saving import save
 from shardwise.elastic.call import launch

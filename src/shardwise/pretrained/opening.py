@@ -27,9 +27,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.files import Links, read_small
+from shardwise.base.strict import parse, refuse
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.files import Links, read_small
-from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.elastic.rank import report_end
 from shardwise.elastic.world import World, find_world
 

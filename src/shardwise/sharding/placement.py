@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardwise._torch import dtensor
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.transport.buckets import is_sendable
 
 
 @dataclass(frozen=True)
@@ -214,6 +213,8 @@ def full_tensor(value: DTensor, placements: Sequence[Placement] | None = None) -
         local = local.to(kind)
         value = dtensor.wrap_local(local, dtensor.spec_of(value))
     wanted = [Replicate()] * value.device_mesh.ndim if placements is None else placements
+    from shardwise.transport.buckets import is_sendable
+
     if is_sendable(value.dtype):
         full = dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())
     else:

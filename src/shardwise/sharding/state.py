@@ -12,7 +12,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -35,6 +35,14 @@ from shardwise.sharding.stepping import Stepper
 
 if TYPE_CHECKING:
     from shardwise.sharding.own_order import OwnOrder
+
+
+class HasStateDictKinds:
+    """A module whose state dicts are of one of several kinds."""
+
+    def sharded_kind(self) -> AbstractContextManager[None]:
+        """Return a context in which its state dicts hold its shards as ``DTensor``s."""
+        raise NotImplementedError
 
 
 class RunOrder:

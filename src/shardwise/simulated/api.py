@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import ShardwiseError
 from shardwise.schedules import Exhaustive, FixedOrder, Schedule
 from shardwise.simulated.world import SimulatedWorld
-from shardwise.timeline.recorder import Recorder
-from shardwise.timeline.steps import SIMULATED, Timeline
+
+if TYPE_CHECKING:
+    from shardwise.timeline.recorder import Recorder
+    from shardwise.timeline.steps import Timeline
 
 T = TypeVar("T")
 
@@ -80,6 +82,8 @@ class SimulatedRanks(list[SimulatedRank]):
         Returns:
             The timeline of all ranks. A millisecond of it is one thing that happened.
         """
+        from shardwise.timeline.steps import SIMULATED, Timeline
+
         size = len(self)
         return Timeline(
             tuple(
@@ -157,6 +161,8 @@ class Simulation:
         """
         _check(function)
         ticks = itertools.count(0, _TICK)
+        from shardwise.timeline.recorder import Recorder
+
         recorders = [Recorder(_SPANS, now=lambda: next(ticks)) for _ in range(len(self))]
 
         def be(rank: int) -> SimulatedRank:

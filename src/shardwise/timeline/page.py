@@ -21,9 +21,8 @@ from shardwise.base import units
 from shardwise.base.html import bar, data_element, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
+from shardwise.base.spans import Span, StepTime
 from shardwise.base.units import counted
-from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.planning.events import Span
 from shardwise.timeline.rank import COLLECTIVES, MemoryChange, RankTimeline
 from shardwise.timeline.steps import Part, StepOfAll, StepOfRank, Timeline
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.base.observe import Activity, Memory
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span
 
 #: Activities that are collectives.
 COLLECTIVES = frozenset(

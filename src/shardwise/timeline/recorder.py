@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from shardwise._torch import dtensor
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity, Memory, Observer, Route
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span
 from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
 
 #: Numbers of activities. One row for all recorders: a number of an earlier one means nothing here.

@@ -22,10 +22,9 @@ from shardwise._torch import c10d
 from shardwise.base import devices, observe, plain
 from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import read_small, replace_file
-from shardwise.checkpoint.disk.strict import parse, refuse
-from shardwise.frontends.torch_groups import observed
-from shardwise.insight.planning.clock import StepTime
+from shardwise.base.files import read_small, replace_file
+from shardwise.base.spans import StepTime
+from shardwise.base.strict import parse, refuse
 from shardwise.timeline.meeting import (
     ClockReport,
     Meeting,
@@ -121,6 +120,8 @@ class Recording:
         with contextlib.ExitStack() as held:  # whatever fails here, nothing is recorded any more
             held.enter_context(recorder.recording())
             if self._model is not None:
+                from shardwise.frontends.torch_groups import observed
+
                 held.enter_context(observed(self._model))
             self._recorder = recorder
             self._held = held.pop_all()

@@ -29,9 +29,8 @@ from typing import Any
 from shardwise.base import plain, units
 from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity
-from shardwise.checkpoint.disk.strict import Fields, refuse
-from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.planning.events import Span
+from shardwise.base.spans import Span, StepTime
+from shardwise.base.strict import Fields, refuse
 from shardwise.timeline.rank import COLLECTIVES, RankTimeline, Step
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.base.arguments import check_arguments
-from shardwise.checkpoint.disk.files import Closing
+from shardwise.base.files import Closing
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import SavedModel, saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise import checkpoint
+from shardwise.base.strict import FREE
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.strict import FREE
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
 from tests.fuzz.mutations import archive_of

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.strict import parse
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.strict import parse
 from shardwise.checkpoint.disk.values import decode, encode, leaves, unflatten
 from tests.checkpoint.tilings import QUICK
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.base.files import content_of_lock
 from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.files import content_of_lock
 
 
 class _RunPath:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import MOST_BYTES, Follower, RanksReader, parse_line
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import read_small
+from shardwise.base.strict import parse
 from shardwise.checkpoint.disk.commit import is_complete, step_folder
-from shardwise.checkpoint.disk.files import read_small
-from shardwise.checkpoint.disk.strict import parse
 
 T = TypeVar("T")
 

@@ -33,9 +33,9 @@ from pathlib import Path
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import LockHandle, sync
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import Manifest
-from shardwise.checkpoint.disk.files import LockHandle, sync
 from shardwise.checkpoint.disk.manifest import read_manifest
 
 #: A path, as text or as an object.

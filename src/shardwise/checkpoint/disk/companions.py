@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import Links, read_small, write_new
+from shardwise.base.files import Links, read_small, write_new
 
 #: The folder of a run that contains its tokenizer.
 TOKENIZER = "tokenizer"

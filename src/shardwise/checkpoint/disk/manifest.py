@@ -27,6 +27,17 @@ from typing import Any
 import xxhash
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import read_small, size_of, write_new
+from shardwise.base.strict import (
+    MAX_DIMS,
+    Fields,
+    check_keys,
+    check_number,
+    check_shape,
+    check_text,
+    parse,
+    refuse,
+)
 from shardwise.base.units import version_of
 from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import (
@@ -41,17 +52,6 @@ from shardwise.checkpoint.disk.entries import (
     Value,
     dotted,
     itemsize,
-)
-from shardwise.checkpoint.disk.files import read_small, size_of, write_new
-from shardwise.checkpoint.disk.strict import (
-    MAX_DIMS,
-    Fields,
-    check_keys,
-    check_number,
-    check_shape,
-    check_text,
-    parse,
-    refuse,
 )
 from shardwise.checkpoint.disk.values import decode, encode
 

@@ -17,11 +17,11 @@ import xxhash
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import Closing, open_file, read_exactly
+from shardwise.base.strict import refuse
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
-from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
 from shardwise.checkpoint.disk.safetensors import as_bytes, is_lazy, read_fields
-from shardwise.checkpoint.disk.strict import refuse
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: they fit in a core's own cache
 LEAST_BUFFER = 4096

@@ -25,10 +25,8 @@ import xxhash
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.entries import DTYPE_NAMES, StoredPiece, TensorInfo, piece_key
-from shardwise.checkpoint.disk.files import Links, NewFile, open_file, read_exactly
-from shardwise.checkpoint.disk.strict import (
+from shardwise.base.files import Links, NewFile, open_file, read_exactly
+from shardwise.base.strict import (
     Fields,
     check_number,
     check_shape,
@@ -36,6 +34,8 @@ from shardwise.checkpoint.disk.strict import (
     parse,
     refuse,
 )
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import DTYPE_NAMES, StoredPiece, TensorInfo, piece_key
 
 #: The longest header, in bytes, that the safetensors library reads.
 MAX_HEADER = 100_000_000

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.strict import Collisions, refuse
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     PathKey,
@@ -31,7 +32,6 @@ from shardwise.checkpoint.disk.entries import (
     dtype_name,
     torch_dtype,
 )
-from shardwise.checkpoint.disk.strict import Collisions, refuse
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEEPEST = 64

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import read_exactly
-from shardwise.checkpoint.disk.strict import check_memory, refuse
+from shardwise.base.files import read_exactly
+from shardwise.base.strict import check_memory, refuse
 
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")

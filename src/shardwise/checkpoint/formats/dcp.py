@@ -33,10 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise._torch import c10d
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.files import Links, open_file, read_small, size_of, write_new
-from shardwise.checkpoint.disk.strict import (
+from shardwise.base.files import Links, open_file, read_small, size_of, write_new
+from shardwise.base.strict import (
     MAX_DIMS,
     check_keys,
     check_number,
@@ -44,6 +42,8 @@ from shardwise.checkpoint.disk.strict import (
     check_text,
     refuse,
 )
+from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.values import held_in, replaced_in
 from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
 from shardwise.checkpoint.formats.pickles import (

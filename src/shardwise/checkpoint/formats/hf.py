@@ -23,12 +23,12 @@ from typing import Any
 import xxhash
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import Links, read_small, write_new
 from shardwise.base.portions import portions
+from shardwise.base.strict import Fields, parse, refuse
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.safetensors import read_header, write_safetensors
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
     Extent,
     ExtentSource,

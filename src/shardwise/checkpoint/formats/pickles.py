@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from shardwise.base.strict import FREE, MAX_DEPTH, Collisions
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.strict import FREE, MAX_DEPTH, Collisions
 
 _BYTES_EACH = 3  # bytes that the pickle must have for each container
 _FEW = 4096  # containers that it may have in addition

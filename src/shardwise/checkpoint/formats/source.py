@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
-from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
 from shardwise.checkpoint.disk.values import unflatten

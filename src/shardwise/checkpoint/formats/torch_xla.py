@@ -24,9 +24,7 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.strict import (
+from shardwise.base.strict import (
     MAX_DIMS,
     Fields,
     check_number,
@@ -34,6 +32,8 @@ from shardwise.checkpoint.disk.strict import (
     check_text,
     refuse,
 )
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.formats.rank_files import (
     RankSource,
     RankTree,

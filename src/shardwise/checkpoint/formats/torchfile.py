@@ -29,18 +29,18 @@ import torch
 
 from shardwise._torch import fake
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.boxes import full_box
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.files import Links, open_file
-from shardwise.checkpoint.disk.safetensors import Chunks
-from shardwise.checkpoint.disk.strict import (
+from shardwise.base.files import Links, open_file
+from shardwise.base.strict import (
     MAX_DIMS,
     Collisions,
     check_number,
     check_shape,
     refuse,
 )
+from shardwise.base.units import one_line
+from shardwise.checkpoint.disk.boxes import full_box
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.disk.values import held_in, leaves, replaced_in
 from shardwise.checkpoint.formats.archive import Archive, Record, write_checksums
 from shardwise.checkpoint.formats.pickles import (

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,9 +18,11 @@ from shardwise.base import devices
 from shardwise.base.arguments import check_arguments
 from shardwise.base.devices import GLOO
 from shardwise.base.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.peers import Notice, Peers, new_group
 from shardwise.transport.select import all_to_all
+
+if TYPE_CHECKING:
+    from shardwise.transport.all_to_all import AllToAll
 
 T = TypeVar("T")
 R = TypeVar("R")

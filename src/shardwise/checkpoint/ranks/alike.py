@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from shardwise._torch.dtensor import plain
 from shardwise.base.errors import CheckpointError
+from shardwise.base.strict import shorten
 from shardwise.checkpoint.disk.entries import Origin, StatePath, Value, dotted
 from shardwise.checkpoint.disk.safetensors import digest_of
-from shardwise.checkpoint.disk.strict import shorten
 from shardwise.checkpoint.disk.values import RANKS
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +37,7 @@ from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.per_rank import LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
 from shardwise.sharding.param import forms_of
-from shardwise.sharding.state import groups_of
-
-
-class HasStateDictKinds:
-    """A module whose state dicts are of one of several kinds."""
-
-    def sharded_kind(self) -> AbstractContextManager[None]:
-        """Return a context in which its state dicts hold its shards as ``DTensor``s."""
-        raise NotImplementedError
+from shardwise.sharding.state import HasStateDictKinds, groups_of
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import PathKey, StatePath
-from shardwise.checkpoint.disk.pieces import narrow
 
 #: The key under which the shards of a state are.
 SHARDS = "$shards"
@@ -304,6 +303,8 @@ def _values(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) 
                 f"no values that can be copied to a plain tensor ({error}); load it on the mesh "
                 "that saved it"
             ) from error
+        from shardwise.checkpoint.disk.pieces import narrow
+
         source = narrow(values, shard.common.relative_to(shard.box.offsets))
         narrow(made, shard.common.relative_to(mine.offsets)).copy_(source)
     return made

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.files import size_of
 from shardwise.checkpoint.disk.commit import check_complete, is_partial, lost_files, step_folder
 from shardwise.checkpoint.disk.entries import TensorEntry
-from shardwise.checkpoint.disk.files import size_of
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import (

@@ -21,8 +21,8 @@ import torch
 
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import Links, read_small, replace_file
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.base.files import Links, read_small, replace_file
+from shardwise.base.strict import Fields, parse, refuse
 from shardwise.elastic.world import usable_cores
 from shardwise.insight.planning.clock import CALLS, WORK
 from shardwise.insight.planning.machine import (

@@ -24,16 +24,16 @@ import enum
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardwise.base.observe import Activity
+from shardwise.base.spans import Span, StepTime
 from shardwise.insight.planning.events import (
     Change,
     Event,
     Log,
     Mark,
     Op,
-    Span,
     Start,
     StepPhase,
     Wait,
@@ -179,45 +179,6 @@ def in_float8(events: Iterable[Event]) -> Iterator[Event]:
 
 #: The activities that marks begin, and that spans show beside collectives.
 _PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The predicted time of an optimizer step. The parts add up to ``seconds``.
-
-    Attributes:
-        seconds: of the step.
-        compute: seconds of forward and backward.
-        exposed: seconds in which a rank only waits for communication.
-        optimizer: seconds of clipping and of the optimizer.
-        host: seconds in which the device waits for the host; on CPUs, those of everything that is
-            not inside an operation.
-        tokens_per_second: of all ranks; samples for models without sequences.
-        mfu: model FLOPs utilization, 0 to 1.
-        bound_by: what takes most of the time: ``"matrix products"``, ``"memory bandwidth"``,
-            ``"optimizer"``, ``"host"``, or ``"communication over"`` a mesh dimension.
-        spans: what is predicted when, in seconds after the begin of the step, ordered by begin.
-    """
-
-    seconds: float
-    compute: float
-    exposed: float
-    optimizer: float
-    host: float
-    tokens_per_second: float
-    mfu: float
-    bound_by: str
-    spans: tuple[Span, ...] = ()
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts by their names."""
-        return {
-            "compute": self.compute,
-            "exposed communication": self.exposed,
-            "optimizer": self.optimizer,
-            "host": self.host,
-        }
 
 
 def step_time(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shardwise.base.observe import Activity, Memory
 
@@ -138,38 +137,3 @@ class Log:
     formulas: Mapping[str, str] = field(default_factory=dict)
     offloaded: int = 0
     exchanged: int = 0
-
-
-class Span(NamedTuple):
-    """Something that took time, or is predicted to.
-
-    Attributes:
-        activity: what it was.
-        name: of the group, such as ``"model.layers.3"``; for ``PEER``, the rank waited for.
-        begin: when it began on the host.
-        end: when it ended there; ``None`` if it never did.
-        dimension: the mesh dimension of a collective or a wait, else ``""``.
-        nbytes: what a collective moved, as :class:`~shardwise.base.observe.Observer` says.
-        thread: a small number for the thread that it ran in.
-        transport: of a collective, such as ``"shm"``, else ``""``.
-        launches: of a collective: how many calls of the wire it took.
-        members: of a collective: the ranks that took part.
-        device: when it began and ended on the device, if that was recorded.
-    """
-
-    activity: Activity
-    name: str
-    begin: float
-    end: float | None
-    dimension: str = ""
-    nbytes: int = 0
-    thread: int = 0
-    transport: str = ""
-    launches: int = 0
-    members: tuple[int, ...] = ()
-    device: tuple[float, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it took on the host; 0 if it never ended."""
-        return 0.0 if self.end is None else self.end - self.begin

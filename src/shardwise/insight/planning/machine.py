@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import CheckpointError, NotPossibleError
+from shardwise.base.files import Links, read_small
 from shardwise.base.units import printable
-from shardwise.checkpoint.disk.files import Links, read_small
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.base.observe import Memory
-from shardwise.insight.planning.clock import StepTime, sent
+from shardwise.base.spans import StepTime
+from shardwise.insight.planning.clock import sent
 from shardwise.insight.planning.events import Log, Start
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.settings import Settings

@@ -25,9 +25,9 @@ from shardwise.app.runs.metrics import MAX_LINE, RanksFile, RankStep, parse_line
 from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.snapshot import RunReader
 from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.files import open_file
 from shardwise.base.say import say
 from shardwise.base.units import one_line, version_of
-from shardwise.checkpoint.disk.files import open_file
 from shardwise.elastic.world import LOST, job_id
 from shardwise.insight.schema.training import LogName
 

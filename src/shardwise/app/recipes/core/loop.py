@@ -48,7 +48,7 @@ from shardwise.insight.step import TrainingStep
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from shardwise.insight.planning.clock import StepTime
+    from shardwise.base.spans import StepTime
     from shardwise.timeline import Recording
 
 
@@ -407,7 +407,7 @@ def read_prediction() -> StepTime | None:
     planned = os.environ.get(PLAN_FILE)
     if planned is None:
         return None
-    from shardwise.insight.planning.clock import StepTime
+    from shardwise.base.spans import StepTime
 
     path = Path(planned).with_name(PREDICTION)
     try:

@@ -25,9 +25,7 @@ from typing import Any
 from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError, UserError
-from shardwise.base.say import say
-from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.files import (
+from shardwise.base.files import (
     LockHandle,
     content_of_lock,
     lock_soon,
@@ -35,7 +33,9 @@ from shardwise.checkpoint.disk.files import (
     read_small,
     replace_file,
 )
-from shardwise.checkpoint.disk.strict import Fields, parse
+from shardwise.base.say import say
+from shardwise.base.strict import Fields, parse
+from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.training import Existing, OutputConfig
 

@@ -45,8 +45,8 @@ import xxhash
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files, read_bytes
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.progress import progress
+from shardwise.base.strict import parse
 from shardwise.base.units import counted, one_line
-from shardwise.checkpoint.disk.strict import parse
 from shardwise.insight.schema.option import OptionError
 from shardwise.pretrained.opening import limited
 

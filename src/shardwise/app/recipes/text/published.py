@@ -19,9 +19,9 @@ import xxhash
 
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.files import Links, read_small
+from shardwise.base.strict import Fields, parse
 from shardwise.base.units import listed
-from shardwise.checkpoint.disk.files import Links, read_small
-from shardwise.checkpoint.disk.strict import Fields, parse
 from shardwise.insight.planning.presets import find_settings
 from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import PrecisionName

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk import files
-from shardwise.checkpoint.disk.files import (
+from shardwise.base import files
+from shardwise.base.files import (
     Closing,
     Links,
     NewFile,
@@ -20,6 +19,7 @@ from shardwise.checkpoint.disk.files import (
     sync,
     write_new,
 )
+from shardwise.checkpoint import CheckpointError
 
 
 def test_a_regular_file_is_opened_with_its_size(tmp_path: Path) -> None:

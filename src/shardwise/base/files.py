@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.strict import refuse
+from shardwise.base.strict import refuse
 
 _SYNC_EVERY = 32 << 20  # bytes
 _LOCK_TRIES, _LOCK_SECONDS = 20, 0.01

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.strict import (
+from shardwise.base.strict import (
     MAX_DEPTH,
     MAX_INT,
     Collisions,
@@ -24,6 +23,7 @@ from shardwise.checkpoint.disk.strict import (
     parse,
     shorten,
 )
+from shardwise.checkpoint import CheckpointError
 from tests.checkpoint.tilings import QUICK
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
