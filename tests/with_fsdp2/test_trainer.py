@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is thei
 
 STEPS, EXAMPLES, BATCH = 7, 16, 4
 RUNTIMES = {"ours": shardwise.fully_shard, "torch's": torch.distributed.fsdp.fully_shard}
-
-
+ALONE = "ours, on one rank"
 ADDS_LATER = {"max_steps": 1}
 
 
@@ -37,10 +37,11 @@ def _train(
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    if world_size == 1:
+    if world_size == 1 and runtime in RUNTIMES:
         model: Any = LlamaForCausalLM.from_pretrained(folder / "model").train()
     else:
-        model = shardwise.from_pretrained(folder / "model", shard=RUNTIMES[runtime]).train()
+        shard = RUNTIMES.get(runtime, shardwise.fully_shard)
+        model = shardwise.from_pretrained(folder / "model", shard=shard).train()
     tokens = torch.randint(0, 64, (EXAMPLES, 12), generator=torch.Generator().manual_seed(0))
     given = {
         "output_dir": str(folder / "out"),
@@ -102,7 +103,8 @@ def test_what_would_go_wrong_later_is_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "out" / "checkpoint-2" / "shardwise").iterdir():
         file.unlink()
     error = run_ranks(_train, 2, tmp_path, "ours", {"max_steps": 4}, "out/checkpoint-2")[0][1]
-    assert "found no checkpoint, expected that of step 2" in error
+    assert "resuming from step 2" in error
+    assert "found no checkpoint" in error
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -120,6 +122,29 @@ def test_resumes_from_the_checkpoint_that_was_asked_for(runtime: str, tmp_path: 
     assert "is of another run" in error
     moved = {"output_dir": str(tmp_path / "moved")}
     assert run_ranks(_train, 2, tmp_path, runtime, moved, "moved/checkpoint-4")[0] == (losses, "")
+
+
+def _is_alone(rank: int, world_size: int, folder: Path) -> None:
+    first = {"max_steps": 2}
+    losses, error = _train(rank, 1, folder, ALONE, {}, None)
+    assert not error
+    restored = {"restore_callback_states_from_checkpoint": True}
+    assert _train(rank, 1, folder, ALONE, restored, "out/checkpoint-4") == (losses, "")
+    shutil.copytree(folder / "out" / "checkpoint-2", folder / "safe" / "checkpoint-2")
+    assert not _train(rank, 1, folder, ALONE, {**first, "learning_rate": 0.1}, None)[1]
+    error = _train(rank, 1, folder, ALONE, {}, "safe/checkpoint-2")[1]
+    assert "is of another run than the trainer's own files" in error
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TrainerCheckpoints, "on_save", lambda *_, **__: None)  # as if killed there
+        assert not _train(rank, 1, folder, ALONE, first, None)[1]
+    error = _train(rank, 1, folder, ALONE, {}, "out/checkpoint-2")[1]
+    assert "is of another run than the trainer's own files" in error
+
+
+def test_shards_of_another_run_are_refused(tmp_path: Path) -> None:
+    """A copy whose run was trained anew, and a save that was interrupted; on one rank."""
+    save_llama(tmp_path / "model", vocab_size=64)
+    run_ranks(_is_alone, 1, tmp_path)
 
 
 def _ends_with_the_best(rank: int, world_size: int, folder: Path, runtime: str) -> None:

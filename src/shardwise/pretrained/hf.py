@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -316,6 +317,16 @@ def tell_sharded(model: PreTrainedModel, shards: int, replicas: int) -> None:
     model.__dict__["_is_distributed_loading_by_transformers"] = True
     model.__dict__["_is_fsdp_managed_module"] = True
     model.config.distributed_config = config  # in no config.json
+    if config.dp_size == 1:  # it takes a model on one rank for one that is not sharded
+        model.__dict__["gather_sharded_state_dict_for_save"] = _gathered_alone
+
+
+def _gathered_alone(_: object, state: dict[str, Any], *__: object, **___: object) -> dict[str, Any]:
+    """Return a state dict with full tensors: what transformers writes, on one rank."""
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in state.items()
+    }
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:

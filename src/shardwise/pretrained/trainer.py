@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from shardwise import checkpoint
@@ -19,12 +18,13 @@ from shardwise._torch import dtensor
 from shardwise._torch.unread import Unread
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.loading import own_part
 
 __all__ = ["TrainerCheckpoints"]
 
 _FOLDER = "shardwise"
-_SAVED_TO = "saved_to"
+_SAVED_TO, _SAVED_BY = "saved_to", "saved_by"
 
 
 class TrainerCheckpoints(TrainerCallback, ExportableState):
@@ -54,18 +54,16 @@ class TrainerCheckpoints(TrainerCallback, ExportableState):
     def __init__(self) -> None:
         self._is_made_with_trainer = False
         self._run: tuple[Any, Any] | None = None  # its arguments and its state
+        self._name = ""  # of the run, on all ranks
 
     def state(self) -> dict[str, Any]:
-        """Return what the trainer saves of this in a checkpoint: where the shards are."""
-        saved_to = None if self._run is None else str(_folder(*self._run).absolute())
-        return {"args": {}, "attributes": {_SAVED_TO: saved_to}}
+        """Return what the trainer saves of this in a checkpoint: where the shards are, and whose.
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> TrainerCheckpoints:
-        """Make another one for a trainer that restores its callbacks from a checkpoint."""
-        made = cls()
-        made._is_made_with_trainer = True  # its model has the hook already
-        return made
+        A trainer that restores its callbacks makes another one of it; the model has the hook.
+        """
+        saved_to = None if self._run is None else str(_folder(*self._run).absolute())
+        known = {_SAVED_TO: saved_to, _SAVED_BY: self._name}
+        return {"args": {}, "attributes": {"_is_made_with_trainer": True, **known}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Let full tensors load into shards: the trainer's own files have them.
@@ -85,14 +83,18 @@ class TrainerCheckpoints(TrainerCallback, ExportableState):
         """Save the shards beside what the trainer has saved, which replaces an earlier run's."""
         if args.process_index == 0:
             shutil.rmtree(_folder(args, state), ignore_errors=True)
-        extra = {"scheduler": given["lr_scheduler"].state_dict(), "examples": _examples(args)}
+        extra = {
+            "scheduler": given["lr_scheduler"].state_dict(),
+            "examples": _examples(args),
+            _SAVED_BY: self._name,
+        }
         checkpoint.save(_folder(args, state), given["model"], _inner(given["optimizer"]), extra)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Load the shards, if the trainer resumes.
 
         Raises:
-            CheckpointError: there are none, or they are damaged.
+            CheckpointError: there are none, they are damaged, or another run has saved them.
             ValueError: a step has another number of examples, so others would be skipped; or the
                 trainer was made without this callback.
         """
@@ -102,15 +104,21 @@ class TrainerCheckpoints(TrainerCallback, ExportableState):
                 "does, expected callbacks=[TrainerCheckpoints()] where the trainer is made"
             )
         self._run = args, state
+        ranks = Ranks(group_for(None))
+        self._name = ranks.first("naming the run", lambda: secrets.token_hex(8))
         if not state.global_step:
             return
-        folder = _asked_for(args, state)
-        if not checkpoint.is_complete(folder):
-            raise CheckpointError(
-                f"{folder}: found no checkpoint, expected that of step {state.global_step}; it is "
-                "saved where the trainer has TrainerCheckpoints among its callbacks"
-            )
+        own = state.stateful_callbacks.get(type(self).__name__)
+        folder = ranks.first(
+            f"resuming from step {state.global_step}", lambda: _asked_for(own, args, state)
+        )
         extra = checkpoint.load(folder, given["model"], _inner(given["optimizer"]))
+        if extra.get(_SAVED_BY) != _recorded(own, _SAVED_BY):
+            raise CheckpointError(
+                f"{folder}: is of another run than the trainer's own files, which an interrupted "
+                "save or a copy leaves. Resume from an earlier checkpoint; or if its run was "
+                "moved, set output_dir to where it is now"
+            )
         found, before = _examples(args), extra["examples"]
         if found != before and not args.ignore_data_skip:
             raise ValueError(
@@ -125,37 +133,32 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}" / _FOLDER
 
 
-def _asked_for(args: Any, state: Any) -> Path:
-    """The shards of the checkpoint that the trainer resumes from, which may be of another run.
+def _asked_for(own: Any, args: Any, state: Any) -> Path:
+    """The shards of the checkpoint that the trainer resumes from, which may be of another folder.
 
     The trainer does not say which it is. But it has read its state from there, with the place of
-    the shards. If a run was moved since, its folder is known by the same record.
+    the shards. If they are there no longer, they may have been moved.
 
     Raises:
-        CheckpointError: the shards are not there.
+        CheckpointError: there are none.
     """
-    recorded, here = _saved_to(state.stateful_callbacks), _folder(args, state)
-    if recorded is None or recorded == str(here.absolute()):
-        return here
-    if checkpoint.is_complete(recorded):
+    recorded, here = _recorded(own, _SAVED_TO), _folder(args, state)
+    if recorded is not None and checkpoint.is_complete(recorded):
         return Path(recorded)
-    try:
-        of_here = json.loads((here.parent / TRAINER_STATE_NAME).read_text())["stateful_callbacks"]
-    except (OSError, ValueError, KeyError):
-        of_here = {}
-    if _saved_to(of_here) != recorded:
+    if not checkpoint.is_complete(here):
         raise CheckpointError(
-            f"{recorded}: found no checkpoint, expected that of step {state.global_step}, which "
-            f"was saved there; {here} is of another run. If its run was moved, set output_dir to "
-            "where it is now"
+            f"{recorded or here}: found no checkpoint; it is saved where the trainer has "
+            "TrainerCheckpoints among its callbacks. If that was interrupted, resume from an "
+            "earlier one; if its run was moved, set output_dir to where it is now"
         )
     return here
 
 
-def _saved_to(callbacks: Any) -> str | None:
-    """What a saved state of a trainer says of where the shards are."""
-    own = callbacks.get(TrainerCheckpoints.__name__) if isinstance(callbacks, dict) else None
-    found = own.get("attributes", {}).get(_SAVED_TO) if isinstance(own, dict) else None
+def _recorded(own: Any, what: str) -> str | None:
+    """What a trainer's state says of the shards: where they are, or whose."""
+    if isinstance(own, list) and own:  # of several callbacks, the last one has saved last
+        own = own[-1]
+    found = own.get("attributes", {}).get(what) if isinstance(own, dict) else None
     return found if isinstance(found, str) else None
 
 
