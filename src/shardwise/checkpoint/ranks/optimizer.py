@@ -148,15 +148,19 @@ def saved_groups(
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """The names in each parameter group of an optimizer, and the saved group for it.
 
+    Groups of equal settings count as one, as formats that have settings by parameter save them.
+
     Raises:
         CheckpointError: there is none.
         ValueError: the optimizer has a parameter that is not one of the model's.
     """
     saved = _groups_by_names(tree)
     order = iter(names_in_order(optimizer, names))
-    for own in optimizer.param_groups:
-        group = [next(order) for _ in own[PARAMS]]
-        found = saved.get(frozenset(group))
+    own = [(each, [next(order) for _ in each[PARAMS]]) for each in optimizer.param_groups]
+    alike, saved_alike = _joined(own), _joined((each, list(n)) for n, each in saved.items())
+    equal = {names: group for group, names in saved_alike.values()}
+    for each, group in own:
+        found = saved.get(frozenset(group)) or equal.get(alike[_settings(each)][1])
         if found is None:
             raise CheckpointError(
                 f"optimizer: found no group among the {len(saved)} saved ones with the same "
@@ -277,6 +281,21 @@ def _made_for(param: Tensor, entry: TensorEntry, are_counts: Container[str]) -> 
 def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
     fits = type(placement) is Shard and placement.dim < len(shape)
     return placement if fits else Replicate()
+
+
+def _joined(
+    groups: Iterable[tuple[dict[str, Any], list[str]]],
+) -> dict[str, tuple[dict[str, Any], frozenset[str]]]:
+    """The first group of those with equal settings, and the names in all of them, by settings."""
+    found: dict[str, tuple[dict[str, Any], frozenset[str]]] = {}
+    for group, names in groups:
+        first, others = found.get(_settings(group), (group, frozenset[str]()))
+        found[_settings(group)] = first, others.union(names)
+    return found
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    return repr(sorted((k, v) for k, v in group.items() if k not in (PARAMS, "param_names")))
 
 
 def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], dict[str, Any]]:
