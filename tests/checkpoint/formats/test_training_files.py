@@ -104,6 +104,16 @@ def test_an_optimizer_by_names_comes_along(
     assert extra["rng"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("outer", ["module.", "_forward_module.", "_orig_mod."])
+def test_names_that_a_wrapper_gave_its_optimizer_are_known(tmp_path: Path, outer: str) -> None:
+    net, adam = _trained()
+    state = adam.state_dict()
+    for group in state["param_groups"]:
+        group["param_names"] = [f"{outer}{name}" for name in group["param_names"]]
+    torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "x.pt")
+    _assert_continues(tmp_path / "x.pt", net, adam)
+
+
 def test_an_optimizer_by_numbers_is_left_out_and_named(tmp_path: Path) -> None:
     net, _ = _trained()
     adam = torch.optim.AdamW(net.parameters())
@@ -123,10 +133,13 @@ def test_the_optimizer_of_accelerate_is_in_a_file_beside(tmp_path: Path, model: 
     _assert_continues(folder, net, adam)
 
 
-def test_damage_beside_a_model_concerns_who_wants_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["damage", "a list"])
+def test_damage_beside_a_model_concerns_who_wants_everything(tmp_path: Path, what: str) -> None:
     net, _ = _trained()
     torch.save(net.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
-    (tmp_path / "optimizer.bin").write_bytes(b"damaged")
+    torch.save([1], tmp_path / "optimizer.bin")
+    if what == "damage":
+        (tmp_path / "optimizer.bin").write_bytes(b"damaged")
     checkpoint.load_weights(tmp_path, again := _net(9))
     assert torch.equal(again.state_dict()["0.weight"], net.state_dict()["0.weight"])
     with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
@@ -218,3 +231,24 @@ def test_groups_of_equal_settings_count_as_one(tmp_path: Path) -> None:
     _assert_continues(tmp_path / "x.pt", net, adam, decay=0.01)
     with pytest.raises(CheckpointError, match="found no group among the 1 saved ones"):  # 0.0
         checkpoint.load(tmp_path / "ours", other := _net(), _optimizer(other))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("saved", [{"best": torch.ones(2), "args": Namespace()}, None])
+def test_what_lightning_saves_beside_may_be_anything(tmp_path: Path, saved: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    net, _ = _trained()
+    dcp.save({"state_dict": net.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
+    if saved is None:
+        (tmp_path / "x/meta.pt").write_bytes(b"damaged")
+    else:
+        torch.save({"epoch": 2, "callbacks": saved}, tmp_path / "x/meta.pt")
+    checkpoint.load_weights(tmp_path / "x", again := _net(9))
+    assert torch.equal(again.state_dict()["0.weight"], net.state_dict()["0.weight"])
+    with open_source(tmp_path / "x") as source:
+        if saved is not None:
+            assert source.values["extra", "meta", "epoch"] == 2
+            assert source.full(("extra", "meta", "callbacks", "best")).tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"meta\.pt"):
+        convert(tmp_path / "x", tmp_path / "ours", Format.SHARDWISE)

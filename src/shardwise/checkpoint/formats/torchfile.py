@@ -536,10 +536,13 @@ class TorchSource(ExtentSource):
     def _beside(self, file: Path, values: dict[StatePath, tuple[Path, Any]]) -> Any:
         """The optimizer in another file. What is wrong with that matters to who wants it."""
         try:
-            return read_parts(file)
+            found = _only(read_parts(file))
+            if found is None:
+                refuse(str(file), "something else", "the state dict of an optimizer")
         except CheckpointError as error:
             values["optimizer", "state"] = file, error
             return None
+        return found
 
     def _value(self, path: StatePath) -> Any:
         file, value = self._values[path]
@@ -608,6 +611,15 @@ def _only(value: Any) -> Any:
     return value if is_one and isinstance(value.get("state"), Mapping) else None
 
 
+def _called(name: str, known: Mapping[str, str]) -> str:
+    """What the model calls a parameter that a wrapper around it may call otherwise."""
+    name = without_wrappers(name)
+    for outer in ("", "module.", "_forward_module."):
+        if name.startswith(outer) and name.removeprefix(outer) in known:
+            return known[name.removeprefix(outer)]
+    return name
+
+
 def _told(optimizer: Mapping[str, Any]) -> Iterator[Any]:
     """The names in ``param_names`` of an optimizer's groups."""
     for group in optimizer["param_groups"]:
@@ -630,13 +642,15 @@ def by_names(optimizer: Any, names: Collection[str]) -> Any:
     groups = []
     for group in optimizer["param_groups"]:
         params = group.get("params") if isinstance(group, Mapping) else None
-        told = group.get("param_names", params) if isinstance(params, list) else None
-        if not isinstance(told, list) or len(told) != len(params or ()):
+        if not isinstance(params, list):
             return None
-        if not all(isinstance(name, str) for name in told):
+        # Those that a wrapper of the model gave are less than what torch worked out.
+        are_names = all(isinstance(name, str) for name in params)
+        told = params if are_names else list(_told({"param_groups": [group]}))
+        if len(told) != len(params):
             return None
-        called = [known.get(without_wrappers(name), name) for name in told]
-        of |= dict(zip(params or (), called, strict=True))
+        called = [_called(name, known) for name in told]
+        of |= dict(zip(params, called, strict=True))
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**rest, "params": called})
     if not optimizer["state"].keys() <= of.keys():
