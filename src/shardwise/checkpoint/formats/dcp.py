@@ -12,7 +12,6 @@ Source: ``torch.distributed.checkpoint.metadata``, and ``FileSystemWriter``.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,7 +43,6 @@ from shardwise.base.strict import (
 )
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.values import held_in, replaced_in
 from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
@@ -61,7 +59,16 @@ from shardwise.checkpoint.formats.source import (
     Source,
     check_boxes,
 )
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, save, size_of_tensor
+from shardwise.checkpoint.formats.torchfile import (
+    StoredTensor,
+    extent_of,
+    leaves_of,
+    plain,
+    read_parts,
+    read_tree,
+    save,
+    size_of_tensor,
+)
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
@@ -74,7 +81,6 @@ _ACCELERATE = ("pytorch_model_fsdp", "optimizer")  # folders, each with a number
 _META = "meta.pt"  # what Lightning Fabric saves beside, and where it goes
 _BESIDE: StatePath = ("extra", "meta")
 _GROUPS: StatePath = ("optimizer", "param_groups")
-_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | None  # values, not tensors
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,8 @@ class DcpSource(ExtentSource):
         }
         values = [p for p, item in self._items.items() if item.info is None and p not in flat]
         values += [_GROUPS] if flat else []
-        values += [_BESIDE] if (where / _META).is_file() else []
+        self._beside = self._read_beside()
+        values += [path for path in self._beside if path not in self.tensors]
         self.values = Deferred(values, self._value)
 
     def _value(self, path: StatePath) -> Any:
@@ -160,8 +167,10 @@ class DcpSource(ExtentSource):
                     for name, each in self._settings.items()
                 )
             )
-        if path == _BESIDE:
-            return _plain(read_tree(self.where / _META), f"{self.where / _META}")
+        if path in self._beside:
+            if isinstance(found := self._beside[path], CheckpointError):
+                raise found
+            return plain(found, f"{self.where / _META}, {dotted(path[2:])}")
         item = self._items[path]
         (chunk,) = item.chunks
         file = item.folder / chunk.file
@@ -170,7 +179,20 @@ class DcpSource(ExtentSource):
                 f"{file}, {item.key}: found a value of {chunk.length:,} bytes, expected "
                 f"at most {_MAX_VALUE:,}"
             )
-        return _plain(read_tree(file, chunk.offset, chunk.length), f"{file}, {item.key}")
+        return plain(read_tree(file, chunk.offset, chunk.length), f"{file}, {item.key}")
+
+    def _read_beside(self) -> dict[StatePath, Any]:
+        """What Lightning saves beside: tensors join the others; an error, if it cannot be read."""
+        file = self.where / _META
+        if not file.is_file():
+            return {}
+        try:
+            found = dict(leaves_of(_BESIDE, read_parts(file)))
+        except CheckpointError as error:
+            return {_BESIDE: error}
+        stored = {p: each.info for p, each in found.items() if isinstance(each, StoredTensor)}
+        self.tensors = {**self.tensors, **stored}
+        return found
 
     def _setting(self, path: StatePath) -> Any:
         """A setting of an optimizer, which may be a tensor with one element."""
@@ -185,6 +207,8 @@ class DcpSource(ExtentSource):
 
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:
         """Where a tensor is stored; remembered for the tensor that is being read."""
+        if isinstance(found := self._beside.get(path), StoredTensor):
+            return [extent_of(self.where / _META, found)]
         if self._current != path:
             item = self._items[path]
             self._extents = [self._extent(item, chunk) for chunk in item.chunks]
@@ -224,22 +248,6 @@ def folders_of_dcp(where: Path) -> list[Path]:
         raise CheckpointError(f"{where}: found several models: {names}; name one of the folders")
     optimizers = [each.parent for each in where.glob(f"{_ACCELERATE[1]}_*/{METADATA}")]
     return models + (optimizers if len(optimizers) == 1 else [])
-
-
-def _plain(value: Any, where: str) -> Any:
-    """Check that a value has plain values alone; bytes that were in a file in memory are bytes."""
-    value = replaced_in(value, _contents)
-    if not all(isinstance(each, _PLAIN) for each in held_in(value)):
-        raise CheckpointError(
-            f"{where}: found tensors or arrays inside a value, expected plain values"
-        )
-    return value
-
-
-def _contents(value: Any) -> Any:
-    """The bytes of a file in memory; anything else as it is."""
-    state = value.state if _is_a(value, io.BytesIO) else None
-    return state[0] if isinstance(state, tuple) and state else value
 
 
 def write_dcp(folder: Path, source: Source, window: ReadWindow) -> None:

@@ -28,6 +28,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _LIGHTNING = ".ckpt"  # as torch.save writes it
 # What programs save a model as in a folder, with torch.save.
 _TORCH_FILES = ("pytorch_model_fsdp.bin", "pytorch_model.bin")
+_OPTIMIZER = "optimizer.bin"  # which Accelerate saves beside them
 #: Files of programs whose folders are not read: what they are, and what to do.
 _FOREIGN = {
     "**/*_optim_states.pt": DEEPSPEED,
@@ -62,6 +63,8 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path}: found nothing there, expected a checkpoint")
     if format_of(path) is Format.RANKS:
         return _rank_files(path)[0]
+    if (path / _TORCH_FILES[0]).is_file() and (path / _OPTIMIZER).is_file():
+        return path / _TORCH_FILES[0]  # Trainer saves the model alone, too, as safetensors
     if format_of(path) is not None:
         return path
     newest = latest(steps_root(path))
@@ -176,7 +179,9 @@ def open_source(path: Path) -> Source:
         case Format.TORCH:
             from shardwise.checkpoint.formats.torchfile import TorchSource
 
-            return TorchSource(path)
+            beside = path.with_name(_OPTIMIZER)
+            of_folder = path.name in _TORCH_FILES and beside.is_file()
+            return TorchSource(path, beside if of_folder else None)
         case _:
             from shardwise.checkpoint.formats.hf import HfSource
 

@@ -73,6 +73,22 @@ class AttributedDict(dict[Any, Any]):
     attributes: Any = None
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """The kind of an object whose class or function is not known. Such an object holds nothing.
+
+    Attributes:
+        name: what the pickle names.
+    """
+
+    name: str
+
+
+def opaque(name: str) -> Constructor:
+    """A constructor for what is not known: nothing that it was made from, or given, is kept."""
+    return Constructor(name, lambda args: PickledObject(Unknown(name), ()))
+
+
 def object_constructor(name: str, kind: Any) -> Constructor:
     """A constructor that makes a :class:`PickledObject` from any arguments."""
     return Constructor(name, lambda args: PickledObject(kind, args))
@@ -276,12 +292,16 @@ class _Machine:
 
     def append(self, items: list[Any]) -> None:
         into = self.stack[-1]
+        if _is_opaque(into):
+            return
         if type(into) is not list:
             self.refuse("adds items to", into)
         into.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         into = self.stack[-1]
+        if _is_opaque(into):
+            return
         if type(into) not in (dict, AttributedDict):
             self.refuse("sets items of", into)
         if len(items) % 2:
@@ -332,6 +352,8 @@ class _Machine:
         Constructors refuse arguments by raising; what they raise becomes a :class:`PickleError`.
         """
         args, maker = self.stack.pop(), self.stack.pop()
+        if _is_opaque(maker):  # an object of a class that has __call__
+            maker = opaque(maker.kind.name)
         if not isinstance(maker, Constructor) or not isinstance(args, tuple):
             self.refuse("calls", maker)
         self.count_container()
@@ -354,7 +376,7 @@ class _Machine:
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, AttributedDict):
             made.attributes = state
-        if isinstance(made, dict):
+        if isinstance(made, dict) or _is_opaque(made):
             return
         if type(made) is not PickledObject or made.state is not None:
             self.refuse("changes", made)
@@ -368,6 +390,10 @@ class _Machine:
     def refuse(self, what: str, value: Any) -> NoReturn:
         name = value.name if isinstance(value, Constructor) else f"a {type(value).__name__}"
         raise PickleError(f"it {what} {name}, which no plain value needs")
+
+
+def _is_opaque(value: Any) -> bool:
+    return type(value) is PickledObject and isinstance(value.kind, Unknown)
 
 
 _STOP = pickle.STOP[0]

@@ -19,17 +19,18 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 
 from shardwise._torch import fake
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, open_file
+from shardwise.base.optim_names import without_wrappers
 from shardwise.base.strict import (
     MAX_DIMS,
     Collisions,
@@ -50,8 +51,9 @@ from shardwise.checkpoint.formats.pickles import (
     PickleError,
     load,
     object_constructor,
+    opaque,
 )
-from shardwise.checkpoint.formats.source import Extent, ExtentSource, LazyBits
+from shardwise.checkpoint.formats.source import Deferred, Extent, ExtentSource, LazyBits
 
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150
@@ -116,6 +118,62 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
         CheckpointError: it is not such a file, is damaged, or contains more than tensors and plain
             values.
     """
+    tree, unknown = _read(path, start, length)
+    if unknown:
+        _refuse_file(path, f"it names {unknown[0]}, which is not needed for plain values")
+    return tree
+
+
+def read_parts(path: Path) -> Any:
+    """Read a file of ``torch.save`` of which not everything may be needed.
+
+    What is of an unknown class is an opaque :class:`.PickledObject`, which :func:`plain` refuses.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        CheckpointError: it is not such a file, or is damaged.
+    """
+    return _read(path, 0, None)[0]
+
+
+def plain(value: Any, where: str) -> Any:
+    """Check that a value holds no tensors or objects; the bytes of a file in memory are bytes.
+
+    Args:
+        value: what a file has under a name.
+        where: the file and the name, for error messages.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    value = replaced_in(value, _contents)
+    for each in held_in(value):
+        if isinstance(each, PickledObject | Constructor):
+            kind = each.kind if isinstance(each, PickledObject) else each
+            name = getattr(kind, "name", kind)
+            raise CheckpointError(f"{where}: found an object of {name}, expected plain values")
+        if isinstance(each, StoredTensor | StoredShard | _Storage):
+            raise CheckpointError(f"{where}: found tensors inside a value, expected plain values")
+    return value
+
+
+def _contents(value: Any) -> Any:
+    """The bytes of a file in memory; anything else as it is."""
+    is_file = isinstance(value, PickledObject) and value.kind is io.BytesIO
+    state = value.state if is_file else None
+    return state[0] if isinstance(state, tuple) and state else value
+
+
+def _refuse_file(path: Path, why: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path}: is not a file of torch.save that can be read without running code from it ({why})"
+    ) from None
+
+
+def _read(path: Path, start: int, length: int | None) -> tuple[Any, Sequence[str]]:
+    """What is in a file, and the names in it that are not known."""
     handle, size = open_file(path, Links.FOLLOW)
     try:
         length = size - start if length is None else length
@@ -132,18 +190,22 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     try:
         tree = load(data, names.find, _MOST_STEPS, names.storage, length)
     except PickleError as error:
-        for name, what in _OF_OTHERS.items():
-            if name in data:
-                raise CheckpointError(f"{path}: {what}") from None
-        raise CheckpointError(
-            f"{path}: is not a file of torch.save that can be read without running code from it "
-            f"({error})"
-        ) from None
+        _refuse_others(path, data)
+        _refuse_file(path, str(error))
     stored = (each.local if isinstance(each, StoredShard) else each for each in held_in(tree))
     needed = sum(each.info.nbytes for each in stored if isinstance(each, StoredTensor))
     if needed > _FREE + _TIMES * length:  # elements stored once, and read a million times
         refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
-    return tree
+    if names.unknown:
+        _refuse_others(path, data)
+    return tree, names.unknown
+
+
+def _refuse_others(path: Path, data: bytes) -> None:
+    """Refuse a file that only other software can read."""
+    for name, what in _OF_OTHERS.items():
+        if name in data:
+            raise CheckpointError(f"{path}: {what}") from None
 
 
 def _check_byte_order(archive: Archive, path: Path) -> None:
@@ -180,6 +242,7 @@ class _PickledNames:
 
     def __init__(self, records: Mapping[str, Record], start: int, where: str) -> None:
         self._records, self._start, self._where = records, start, where
+        self.unknown: list[str] = []
         own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
             ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(
@@ -195,7 +258,7 @@ class _PickledNames:
         self._own = {key: Constructor(key[0], make) for key, make in own.items()}
 
     def find(self, module: str, name: str) -> Any:
-        """A :class:`.Constructor` or a plain value; ``None`` if the name is not known."""
+        """A :class:`.Constructor` or a plain value; of something opaque if it is not known."""
         module = {"__builtin__": "builtins"}.get(module, module)
         found = self._own.get((name, module)) or _PLAIN.get((name, module))
         if found is not None:
@@ -207,10 +270,12 @@ class _PickledNames:
         if (module, name) == ("_io", "BytesIO"):
             return object_constructor(name, io.BytesIO)
         if (module, name) in _NUMPY:
-            return object_constructor(name, "a numpy array")
+            return object_constructor(name, "numpy.ndarray")
         if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
-        return None
+        shown = f"{module}.{name}"
+        self.unknown.append(shown[:120] if shown.isprintable() else repr(shown)[:120])
+        return opaque(self.unknown[-1])
 
     def storage(self, said: Any) -> _Storage:
         """The storage that a pickle refers to."""
@@ -241,6 +306,8 @@ class _PickledNames:
         if not isinstance(make, Constructor) or not isinstance(inner, tuple):
             raise PickleError("it makes a tensor with something that is not a function")
         made = make.make(inner)
+        if isinstance(kind, Constructor) and kind.name in self.unknown:
+            return opaque(kind.name).make(())
         if not isinstance(made, _Shard):
             return _is_tensor(made)
         attributes: dict[str, Any] = {}
@@ -290,8 +357,12 @@ class _Shard:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.kind, _, self.shape = args[:3]
-        if not isinstance(self.kind, Constructor) or not self.kind.name.endswith(".DTensor"):
+        if not isinstance(self.kind, Constructor) or not _is_dtensor(self.kind.name):
             raise PickleError("it has a subclass of Tensor that is not known")
+
+
+def _is_dtensor(name: str) -> bool:
+    return name.startswith("torch.distributed.") and name.endswith(".DTensor")
 
 
 def _bits(metadata: Any, dtype: torch.dtype) -> LazyBits:
@@ -439,39 +510,112 @@ _NUMPY = {
 
 
 class TorchSource(ExtentSource):
-    """The model in a file of ``torch.save``: what :func:`_model_in` finds, or the whole file.
+    """A file of ``torch.save``: a model's state dict, or what a training script saved.
+
+    The model is the contents of ``model``, ``state_dict`` or ``model_state_dict``; or what an
+    optimizer beside it has states for, by name; or else the whole file. An optimizer comes along if
+    it says which parameter each state belongs to. Everything else is ``extra``. Values are looked
+    at when they are asked for, and may be of unknown classes until then.
 
     Args:
         where: path of the file.
+        optimizer: the file that the optimizer is in, if not in this one.
 
     Raises:
-        CheckpointError: it is not such a file, contains code, or contains no model.
+        CheckpointError: it is not such a file, contains no model, or code in place of a tensor.
     """
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Path, optimizer: Path | None = None) -> None:
         super().__init__(where)
-        tree = read_tree(where)
+        tree = read_parts(where)
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{where}: found a {type(tree).__name__}, expected a state dict")
-        model = _model_in(tree, where)
-        self._stored = dict(_tensors(("model",), model, str(where)))
+        parts = _parts(tree, where)
+        self._stored = {
+            path: (where, each)
+            for path, each in _unwrapped(
+                dict(_tensors(("model",), parts.model, str(where)))
+            ).items()
+        }
         if not self._stored:
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
-        self.tensors = {path: stored.info for path, stored in self._stored.items()}
-        self.values = dict(_extra_states(("model",), model))
-        self.versions = versions_of(model)
+        self.versions = versions_of(parts.model)
+        values: dict[StatePath, tuple[Path, Any]] = {
+            path: (where, value) for path, value in _extra_states(("model",), parts.model)
+        }
+        beside = [(where, ("extra",), parts.extra)]
+        if optimizer is None:
+            beside.append((where, ("optimizer",), parts.optimizer))
+        else:
+            beside.append((optimizer, ("optimizer",), self._beside(optimizer, values)))
+        names = {dotted(path[1:]) for path in self._stored}
+        for file, root, found in beside:
+            if root == ("optimizer",) and found is not None:
+                found = by_names(found, names)
+                if found is None:
+                    self.about = (_NAMELESS.format(file.name),)
+            for path, leaf in leaves_of(root, found):
+                if isinstance(leaf, StoredTensor):
+                    self._stored[path] = file, leaf
+                else:
+                    values[path] = file, leaf
+        self._values = values
+        self.tensors = {path: stored.info for path, (_, stored) in self._stored.items()}
+        self.values = Deferred(values, self._value)
+
+    def _beside(self, file: Path, values: dict[StatePath, tuple[Path, Any]]) -> Any:
+        """The optimizer in another file. What is wrong with that matters to who wants it."""
+        try:
+            found = _only(read_parts(file))
+            if found is None:
+                refuse(str(file), "something else", "the state dict of an optimizer")
+        except CheckpointError as error:
+            values["optimizer", "state"] = file, error
+            return None
+        return found
+
+    def _value(self, path: StatePath) -> Any:
+        file, value = self._values[path]
+        if isinstance(value, CheckpointError):
+            raise value
+        return plain(value, f"{file}, {dotted(path)}")
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
-        stored = self._stored[path]
-        box = full_box(stored.info.shape)
-        return [Extent(box, self.where, stored.start, stored.strides, stored.bits)]
+        return [extent_of(*self._stored[path])]
 
 
-def _model_in(tree: Mapping[Any, Any], where: Path) -> Mapping[Any, Any]:
-    """The state dict of the model among what a program saved.
+def extent_of(file: Path, stored: StoredTensor) -> Extent:
+    """Where the elements of a tensor in a file are."""
+    box = full_box(stored.info.shape)
+    return Extent(box, file, stored.start, stored.strides, stored.bits)
+
+
+_NAMELESS = (
+    "{}: the optimizer's states are left out: they are numbered, without param_names; make it from "
+    "model.named_parameters() for that"
+)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a training script saved.
+
+    Attributes:
+        model: the model's state dict.
+        optimizer: the optimizer's; ``None`` if there is none, or more than one.
+        extra: everything else.
+    """
+
+    model: Mapping[Any, Any]
+    optimizer: Any = None
+    extra: Mapping[Any, Any] = field(default_factory=dict)
+
+
+def _parts(tree: Mapping[Any, Any], where: Path) -> _Parts:
+    """Tell the parts of a file apart.
 
     Raises:
-        CheckpointError: it has no more than a rank's part of it.
+        CheckpointError: it has no more than a rank's part of the model.
     """
     if "ds_version" in tree and isinstance(module := tree.get("module"), Mapping):
         groups = tree.get("param_shapes")
@@ -480,12 +624,106 @@ def _model_in(tree: Mapping[Any, Any], where: Path) -> Mapping[Any, Any]:
             held = module.get(name)
             if isinstance(held, StoredTensor) and held.info.shape != shape:
                 raise CheckpointError(f"{where}: is one of the files of {DEEPSPEED}")
-        return module
-    inner = tree.get("state")  # of Composer
-    outer = (
-        inner if isinstance(inner, Mapping) and isinstance(inner.get("model"), Mapping) else tree
-    )
-    return next((outer[key] for key in _MODEL if isinstance(outer.get(key), Mapping)), outer)
+        return _Parts(module)
+    inner = tree.get("state")
+    if isinstance(inner, Mapping) and isinstance(inner.get("model"), Mapping):  # of Composer
+        tree = {**tree, **inner}
+        del tree["state"]
+    key = next((key for key in _MODEL if isinstance(tree.get(key), Mapping)), None)
+    optimizers = {k: each for k, v in tree.items() if (each := _only(v)) and k != key}
+    if key is None:
+        trained = {name for each in optimizers.values() for name in (*each["state"], *_told(each))}
+        found = [
+            k
+            for k, each in tree.items()
+            if k not in optimizers and isinstance(each, Mapping) and trained & each.keys()
+        ]
+        key = found[0] if len(found) == 1 else None
+    if key is None:
+        return _Parts(tree)
+    mine = next(iter(optimizers)) if len(optimizers) == 1 else None
+    extra = {k: v for k, v in tree.items() if k not in (key, mine)}
+    return _Parts(tree[key], optimizers.get(mine), extra)
+
+
+def _only(value: Any) -> Any:
+    """The state dict of an optimizer, which may be the only one in a list; ``None`` if it is none.
+
+    Lightning has a list of them.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    is_one = isinstance(value, Mapping) and isinstance(value.get("param_groups"), list)
+    return value if is_one and isinstance(value.get("state"), Mapping) else None
+
+
+def _called(name: str, known: Mapping[str, str]) -> str:
+    """What the model calls a parameter that a wrapper around it may call otherwise."""
+    name = without_wrappers(name)
+    for outer in ("", "module.", "_forward_module."):
+        if name.startswith(outer) and name.removeprefix(outer) in known:
+            return known[name.removeprefix(outer)]
+    return name
+
+
+def _told(optimizer: Mapping[str, Any]) -> Iterator[Any]:
+    """The names in ``param_names`` of an optimizer's groups."""
+    for group in optimizer["param_groups"]:
+        names = group.get("param_names") if isinstance(group, Mapping) else None
+        yield from (name for name in names or () if isinstance(name, str))
+
+
+def by_names(optimizer: Any, names: Collection[str]) -> Any:
+    """The state dict of an optimizer by the names of parameters, in place of their numbers.
+
+    Args:
+        optimizer: the state dict. It has names already, or ``param_names`` in its groups.
+        names: names in the model.
+
+    Returns:
+        It; ``None`` if nothing tells which parameter a number stands for.
+    """
+    known = {without_wrappers(name): name for name in names}
+    of: dict[Any, str] = {}
+    groups = []
+    for group in optimizer["param_groups"]:
+        params = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(params, list):
+            return None
+        # Those that a wrapper of the model gave are less than what torch worked out.
+        are_names = all(isinstance(name, str) for name in params)
+        told = params if are_names else list(_told({"param_groups": [group]}))
+        if len(told) != len(params):
+            return None
+        called = [_called(name, known) for name in told]
+        of |= dict(zip(params, called, strict=True))
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**rest, "params": called})
+    if not optimizer["state"].keys() <= of.keys():
+        return None
+    state = {of[key]: value for key, value in optimizer["state"].items()}
+    return {**optimizer, "state": state, "param_groups": groups}
+
+
+def leaves_of(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
+    """Yield the tensors of a tree that was read, and the largest parts without any, by path."""
+    holds = any(map(_is_stored, held_in(tree)))
+    if isinstance(tree, Mapping) and tree and all(_is_name(key) for key in tree):
+        for key, item in tree.items():
+            yield from leaves_of((*path, key), item)
+    elif isinstance(tree, list) and holds:
+        for i, item in enumerate(tree):
+            yield from leaves_of((*path, i), item)
+    elif len(path) > 1:
+        yield path, tree
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, StoredTensor)
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key.isprintable()
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:
@@ -497,13 +735,22 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             yield from _tensors((*path, key), item, where)
     elif isinstance(tree, StoredTensor):
         yield path, tree
-    elif isinstance(tree, PickledObject) and tree.kind == "a numpy array":
-        raise CheckpointError(f"{where}: {dotted(path[1:])} is a numpy array, expected a tensor")
-    elif isinstance(tree, StoredShard | PickledObject):
+    elif isinstance(tree, StoredShard):
         raise CheckpointError(
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
         )
+    elif isinstance(tree, PickledObject):
+        plain(tree, f"{where}, {dotted(path[1:])}")
+
+
+def _unwrapped(stored: dict[StatePath, StoredTensor]) -> dict[StatePath, StoredTensor]:
+    """The tensors without what compilation and activation checkpointing put into their names."""
+    found = {
+        tuple(without_wrappers(key) if isinstance(key, str) else key for key in path): each
+        for path, each in stored.items()
+    }
+    return found if len(found) == len(stored) else stored
 
 
 def _extra_states(path: StatePath, tree: Mapping[Any, Any]) -> Iterator[tuple[StatePath, Any]]:
@@ -511,7 +758,7 @@ def _extra_states(path: StatePath, tree: Mapping[Any, Any]) -> Iterator[tuple[St
     for key, item in tree.items():
         if isinstance(key, str) and key.rpartition(".")[2] == "_extra_state":
             for inner, value in leaves((*path, key), item):
-                if not any(isinstance(each, StoredTensor) for each in held_in(value)):
+                if not any(map(_is_stored, held_in(value))):
                     yield inner, value
 
 
@@ -520,7 +767,7 @@ def versions_of(tree: Mapping[Any, Any]) -> dict[str, int]:
     attributes = tree.attributes if isinstance(tree, AttributedDict) else None
     noted = attributes.get("_metadata") if isinstance(attributes, dict) else None
     return {
-        name: each["version"]
+        without_wrappers(f"{name}.").removesuffix("."): each["version"]
         for name, each in (noted.items() if isinstance(noted, dict) else ())
         if isinstance(name, str) and isinstance(each, dict) and type(each.get("version")) is int
     }

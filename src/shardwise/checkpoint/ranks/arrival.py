@@ -52,6 +52,8 @@ from shardwise.checkpoint.ranks.state import (
 from shardwise.sharding.allocate import MetaMemory
 from shardwise.sharding.state import groups_of
 
+_PARALLEL = "module."  # what DistributedDataParallel puts before all names of its state dict
+
 
 class Arrival:
     """Values that are about to be loaded into a model.
@@ -81,6 +83,7 @@ class Arrival:
             joined(each.name, EXTRA_STATE) for each in self._visits if has_extra_state(each.module)
         }
         self._values: dict[str, Any] = {}
+        self._outer = ""  # what the names in the checkpoint begin with, and those of the model not
         self._held: list[Unread] = []
         self._made: list[weakref.ref[Unread]] = []
         self._failed: list[Exception] = []
@@ -120,9 +123,12 @@ class Arrival:
         Raises:
             CheckpointError: they differ.
         """
+        wrapped = values and all(name.startswith(_PARALLEL) for name in values)
+        if wrapped and not any(name.startswith(_PARALLEL) for name in own_tensors(self._model)):
+            self._outer = _PARALLEL
         for name, value in values.items():
             is_extra = name.rpartition(".")[2] == EXTRA_STATE
-            self._values[self._names.of(name)] = replaced_in(value, _full) if is_extra else value
+            self._values[self._own_name(name)] = replaced_in(value, _full) if is_extra else value
         if customizes_loading(each.module for each in self._visits):
             return
         own = own_tensors(self._model)
@@ -143,7 +149,7 @@ class Arrival:
         Raises:
             CheckpointError: names or shapes differ, or a value could not be read.
         """
-        saved = None if versions is None else {self._names.of(k): v for k, v in versions.items()}
+        saved = None if versions is None else {self._own_name(k): v for k, v in versions.items()}
         state = with_versions(
             (
                 (self._names.key(name), value)
@@ -179,6 +185,10 @@ class Arrival:
         for made in self._made:
             if (kept := made()) is not None:  # by a module, which may need it later
                 kept.full()
+
+    def _own_name(self, name: str) -> str:
+        """The name in the model of what a checkpoint has under a name."""
+        return self._names.of(f"{name}.".removeprefix(self._outer).removesuffix("."))
 
     def _load_modules(self, state: OrderedDict[str, Any]) -> Any:
         """Let modules load values, which are read before they ask if they take them for their own.

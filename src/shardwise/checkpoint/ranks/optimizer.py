@@ -165,6 +165,7 @@ def saved_groups(
     """The names in each parameter group of an optimizer, and the saved group for it.
 
     Groups belong together if they have the same parameters; those without any, by their order.
+    Groups of equal settings count as one, as formats that have settings by parameter save them.
 
     Raises:
         CheckpointError: the optimizer has other groups than the saved ones.
@@ -173,17 +174,25 @@ def saved_groups(
     saved = _groups_by_names(tree)
     count = sum(map(len, saved.values()))
     order = iter(names_in_order(optimizer, names))
-    own = [[next(order) for _ in group[PARAMS]] for group in optimizer.param_groups]
-    pairs = []
-    for group in own:
-        found = saved.get(frozenset(group))
-        if not found:
+    own = [(each, [next(order) for _ in each[PARAMS]]) for each in optimizer.param_groups]
+    alike = _joined(own)
+    saved_alike = _joined((each, list(n)) for n, groups in saved.items() for each in groups)
+    equal = {names: group for group, names in saved_alike.values()}
+    pairs, joint = [], set[str]()
+    for each, group in own:
+        if found := saved.get(frozenset(group)):
+            pairs.append((group, _in_order(found.pop(0), group)))
+        elif (first := equal.get(alike[_settings(each)][1])) is not None:
+            pairs.append((group, {k: v for k, v in first.items() if k != NAMES}))
+            joint |= alike[_settings(each)][1]
+        else:
             raise CheckpointError(
                 f"optimizer: found no group among the {count} saved ones with the same "
                 f"{len(group)} parameters as the one that begins with {_first(group)}"
             )
-        pairs.append((group, _in_order(found.pop(0), group)))
     for group in (each[PARAMS] for rest in saved.values() for each in rest):
+        if group and joint.issuperset(group):
+            continue
         raise CheckpointError(
             f"optimizer: found {len(own)} groups, expected the {count} saved ones; none has the "
             f"same {len(group)} parameters as the saved one that begins with {_first(group)}"
@@ -338,6 +347,21 @@ def _made_for(param: Tensor, entry: TensorEntry, are_counts: Container[str]) -> 
 def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
     fits = type(placement) is Shard and placement.dim < len(shape)
     return placement if fits else Replicate()
+
+
+def _joined(
+    groups: Iterable[tuple[dict[str, Any], list[str]]],
+) -> dict[str, tuple[dict[str, Any], frozenset[str]]]:
+    """The first group of those with equal settings, and the names in all of them, by settings."""
+    found: dict[str, tuple[dict[str, Any], frozenset[str]]] = {}
+    for group, names in groups:
+        first, others = found.get(_settings(group), (group, frozenset[str]()))
+        found[_settings(group)] = first, others.union(names)
+    return found
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    return repr(sorted((k, v) for k, v in group.items() if k not in (PARAMS, "param_names")))
 
 
 def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], list[dict[str, Any]]]:

@@ -149,8 +149,8 @@ def convert(
     """Write a checkpoint in another format.
 
     ``hf`` checkpoints contain the model only, with its configuration and tokenizer if the source or
-    its run has them. The others contain everything that the source has;
-    ``hf`` and ``torch`` sources have only the model.
+    its run has them. The others contain everything that the source has; ``hf`` sources have only
+    the model.
 
     Args:
         source: the checkpoint, of any format.
