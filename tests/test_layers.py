@@ -50,8 +50,9 @@ INNER_LAYERS = {
     "base": [
         ["errors"],
         ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
-        ["html", "interrupts", "plain", "units"],
-        ["observe", "progress", "scratch"],
+        ["html", "interrupts", "plain", "strict", "units"],
+        ["files", "observe", "progress", "scratch"],
+        ["spans"],
         ["devices"],
         ["offload"],
         ["__init__"],

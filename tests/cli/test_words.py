@@ -83,7 +83,7 @@ def test_processes_may_be_as_many_as_the_host_has(
         ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
         ("train lm --nproc many", "--nproc: found 'many', expected a whole number, gpu, cpu or"),
         ("train lm --strategy zero4", "--strategy: found 'zero4', expected one of full"),
-        ("train lm --nnodes 2 --node-rank 0", "--rdzv: found none given, expected HOST:PORT"),
+        ("train lm --nnodes 2 --node-rank 0", "--rdzv: found nothing, expected HOST:PORT"),
         ("train lm --mesh dp=1,tp=2 --nproc 2", "--mesh: found dp=1,tp=2, expected dimensions of"),
         ("train lm --steps", "Option '--steps' requires an argument."),
     ],

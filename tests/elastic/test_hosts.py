@@ -250,9 +250,9 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("count", "rank", "rdzv", "message"),
     [
-        (2, None, "a:1", "--node-rank: found None, expected 0 to 1"),
+        (2, None, "a:1", "--node-rank: found nothing, expected 0 to 1"),
         (2, 2, "a:1", "--node-rank: found 2, expected 0 to 1"),
-        (2, 0, None, "--rdzv: found None, expected HOST:PORT"),
+        (2, 0, None, "--rdzv: found nothing, expected HOST:PORT"),
         (2, 0, "a", "--rdzv: found a, expected HOST:PORT"),
         (2, 0, "a:99999", "--rdzv: found a:99999"),
         (2, 0, "fd77::1:29400", "--rdzv: found fd77::1:29400, .* IPv6 address in brackets"),

@@ -114,12 +114,12 @@ class Nodes:
         if rank is None and least is not None:
             rank = UNNUMBERED
         elif rank is None or not 0 <= rank < count:
-            found = "none given" if rank is None else rank
+            found = "nothing" if rank is None else rank
             raise UserError(f"--node-rank: found {found}, expected 0 to {count - 1}")
         where = parse_endpoint(rdzv or "")
         if where is None:
             raise UserError(
-                f"--rdzv: found {rdzv or 'none given'}, expected HOST:PORT of the host with "
+                f"--rdzv: found {rdzv or 'nothing'}, expected HOST:PORT of the host with "
                 "--node-rank 0; an IPv6 address in brackets, as [2001:db8::1]:29400"
             )
         token = b"" if launched_here() else read_token(token_file)

@@ -34,7 +34,6 @@ from shardwise.app.recipes.core.model import (
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
-from shardwise.app.recipes.text.chat import ChatData, ChatEncoder
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
@@ -232,7 +231,10 @@ def _prompt(inputs: LmInputs, vocabulary: Vocabulary) -> tuple[str, list[int]]:
     After a training on chats, a question of those that are held out, or --prompt in its place.
     """
     config = inputs.config
-    if isinstance(inputs.text, ChatData):
+    if config.chat:
+        from shardwise.app.recipes.text.chat import ChatData, ChatEncoder
+
+        assert isinstance(inputs.text, ChatData)
         assert isinstance(vocabulary, Tokenizer)
         encoder, lines = ChatEncoder(vocabulary), inputs.text.validation
         asked = (encoder.question(lines.read(i), config.prompt) for i in range(len(lines)))

@@ -179,7 +179,7 @@ def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
             raise ValueError(f"{'.'.join(map(str, path))}: found the key {TUPLE!r}, expected no")
         for key, item in tree.items():
             yield from leaves((*path, key), item)
-    elif type(tree) in (list, tuple) and _holds_tensor(tree):
+    elif (type(tree) is list or (type(tree) is tuple and len(path) > 1)) and _holds_tensor(tree):
         for i, item in enumerate(tree):
             yield from leaves((*path_of_items(path, tree), i), item)
     elif len(path) > 1:

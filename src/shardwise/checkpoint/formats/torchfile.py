@@ -597,7 +597,7 @@ _NAMELESS = (
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _SavedParts:
     """What a training script saved.
 
     Attributes:
@@ -611,7 +611,7 @@ class _Parts:
     extra: Mapping[Any, Any] = field(default_factory=dict)
 
 
-def _parts(tree: Mapping[Any, Any], where: Path) -> _Parts:
+def _parts(tree: Mapping[Any, Any], where: Path) -> _SavedParts:
     """Tell the parts of a file apart.
 
     Raises:
@@ -624,7 +624,7 @@ def _parts(tree: Mapping[Any, Any], where: Path) -> _Parts:
             held = module.get(name)
             if isinstance(held, StoredTensor) and held.info.shape != shape:
                 raise CheckpointError(f"{where}: is one of the files of {DEEPSPEED}")
-        return _Parts(module)
+        return _SavedParts(module)
     inner = tree.get("state")
     if isinstance(inner, Mapping) and isinstance(inner.get("model"), Mapping):  # of Composer
         tree = {**tree, **inner}
@@ -640,10 +640,10 @@ def _parts(tree: Mapping[Any, Any], where: Path) -> _Parts:
         ]
         key = found[0] if len(found) == 1 else None
     if key is None:
-        return _Parts(tree)
+        return _SavedParts(tree)
     mine = next(iter(optimizers)) if len(optimizers) == 1 else None
     extra = {k: v for k, v in tree.items() if k not in (key, mine)}
-    return _Parts(tree[key], optimizers.get(mine), extra)
+    return _SavedParts(tree[key], optimizers.get(mine), extra)
 
 
 def _only(value: Any) -> Any:

@@ -165,7 +165,8 @@ def saved_groups(
     """The names in each parameter group of an optimizer, and the saved group for it.
 
     Groups belong together if they have the same parameters; those without any, by their order.
-    Groups of equal settings count as one, as formats that have settings by parameter save them.
+    Groups of equal settings may be one saved group: formats that have settings by parameter do not
+    tell them apart.
 
     Raises:
         CheckpointError: the optimizer has other groups than the saved ones.
@@ -176,15 +177,13 @@ def saved_groups(
     order = iter(names_in_order(optimizer, names))
     own = [(each, [next(order) for _ in each[PARAMS]]) for each in optimizer.param_groups]
     alike = _joined(own)
-    saved_alike = _joined((each, list(n)) for n, groups in saved.items() for each in groups)
-    equal = {names: group for group, names in saved_alike.values()}
     pairs, joint = [], set[str]()
     for each, group in own:
         if found := saved.get(frozenset(group)):
             pairs.append((group, _in_order(found.pop(0), group)))
-        elif (first := equal.get(alike[_settings(each)][1])) is not None:
-            pairs.append((group, {k: v for k, v in first.items() if k != NAMES}))
-            joint |= alike[_settings(each)][1]
+        elif group and (found := saved.get(alike[_settings(each)])):
+            pairs.append((group, {k: v for k, v in found[0].items() if k != NAMES}))
+            joint |= alike[_settings(each)]
         else:
             raise CheckpointError(
                 f"optimizer: found no group among the {count} saved ones with the same "
@@ -349,14 +348,11 @@ def _fitting(placement: Placement, shape: tuple[int, ...]) -> Placement:
     return placement if fits else Replicate()
 
 
-def _joined(
-    groups: Iterable[tuple[dict[str, Any], list[str]]],
-) -> dict[str, tuple[dict[str, Any], frozenset[str]]]:
-    """The first group of those with equal settings, and the names in all of them, by settings."""
-    found: dict[str, tuple[dict[str, Any], frozenset[str]]] = {}
+def _joined(groups: Iterable[tuple[dict[str, Any], list[str]]]) -> dict[str, frozenset[str]]:
+    """The names in all groups of equal settings, by settings."""
+    found: dict[str, frozenset[str]] = {}
     for group, names in groups:
-        first, others = found.get(_settings(group), (group, frozenset[str]()))
-        found[_settings(group)] = first, others.union(names)
+        found[_settings(group)] = found.get(_settings(group), frozenset[str]()).union(names)
     return found
 
 
@@ -372,8 +368,10 @@ def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], list[dict[
     for i, group in enumerate(groups):
         params = group.get(PARAMS) if isinstance(group, dict) else None
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            numbered = isinstance(params, list) and all(type(each) is int for each in params)
             raise CheckpointError(
                 f"optimizer.param_groups, group {i}: found no list of parameter names"
+                f"{_UNNAMED * numbered}"
             )
         found.setdefault(frozenset(params), []).append(group)
     return found

@@ -43,7 +43,7 @@ class OptionError(UserError, ValueError):
     """
 
     def __init__(self, option: str, found: object, expected: str) -> None:
-        shown = "none given" if found is None else found
+        shown = "nothing" if found is None else found
         super().__init__(f"{option}: found {shown}, expected {expected}")
         self.option, self.found, self.expected = option, found, expected
 

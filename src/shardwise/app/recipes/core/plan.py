@@ -44,8 +44,7 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.text import needs, verdict
-from shardwise.insight.schema.option import OPTION
-from shardwise.insight.schema.sharding import Gathers, StrategyConfig, resolve_sharding
+from shardwise.insight.schema.sharding import Gathers, resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
     OptimizerConfig,
@@ -177,10 +176,7 @@ def check_fits(plan: ModelPlan) -> None:
 def _changes(before: Settings, after: Settings) -> Iterator[str]:
     """The options that lead from one to another."""
     if after.activation_checkpointing is not before.activation_checkpointing:
-        flags = (
-            StrategyConfig.__dataclass_fields__["activation_checkpointing"].metadata[OPTION].flags
-        )
-        yield next(f for f, (value, _) in flags.items() if value is after.activation_checkpointing)
+        yield f"--activation-checkpointing {after.activation_checkpointing.value}"
     if after.strategy is not before.strategy:
         yield f"--strategy {after.strategy.value}"
     if after.batch_size != before.batch_size:
