@@ -73,6 +73,7 @@ INNER_LAYERS = {
         ["blocks", "settings", "torch_groups"],
         ["optim_groups", "state_dict"],
         ["optim_state"],
+        ["optim_saving"],
         ["unit"],
         ["fsdp"],
         ["xla", "relayout", "watch_ranks"],

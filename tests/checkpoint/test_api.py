@@ -106,7 +106,7 @@ def test_tensors_of_every_kind_come_back_exactly(tmp_path: Path) -> None:
         ({"a": {"b": object()}}, r"extra\.a\.b: found builtins\.object"),
         ({"a": [1, {2}]}, r"extra\.a\[1\]: found builtins\.set"),
         ({"a": lambda: 0}, r"extra\.a: found builtins\.function"),
-        ({"a": (torch.ones(1),)}, r"extra\.a\[0\]: found torch\.Tensor"),
+        ({"a": {"$tuple": torch.ones(1)}}, r"extra\.a: found tensors beside the key '\$tuple'"),
         ({"a": torch.ones(2, device="meta")}, r"extra\.a: is on the meta device"),
         ({"a": torch.eye(2).to_sparse()}, r"extra\.a: found layout"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"extra\.a\.b: two tensors"),
@@ -141,7 +141,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a", model)
     checkpoint.load(tmp_path / "a", model, strict=False)
     other = torch.optim.AdamW(model.more.parameters())
-    with pytest.raises(CheckpointError, match="the optimizer has no parameter of this name"):
+    with pytest.raises(CheckpointError, match=r"found no group .* begins with more\.weight"):
         checkpoint.load(tmp_path / "a", model, other, strict=False)
     stranger = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(CheckpointError, match="which the model does not have"):

@@ -39,7 +39,7 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
         ("--nproc 0", "--nproc: found 0, expected 1 or more"),
         ("--timeout nan", "--timeout: found nan, expected a number above 0"),
         ("--least-gbit -1", "--least-gbit: found -1.0, expected 0 or more"),
-        ("--nnodes 2", "--node-rank: found None, expected 0 to 1"),
+        ("--nnodes 2", "--node-rank: found nothing, expected 0 to 1"),
         (
             "--nnodes 1:2 --rdzv a:1",
             "--nnodes: found 1:2, expected the number of hosts that run the doctor now",

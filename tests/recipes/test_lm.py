@@ -177,7 +177,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     other = small_config(
         tmp_path, "masters-again", steps=5, shard_dtype=PrecisionName.BF16, existing=Existing.RESUME
     )
-    assert refusal(other).startswith("--master-dtype: found None, expected fp32, as the run")
+    assert refusal(other).startswith("--master-dtype: found nothing, expected fp32, as the run")
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:

@@ -170,8 +170,11 @@ class Publication(Closing):
                     "publication: found this thread updating it already, expected one update after "
                     "the other; let a signal handler set a flag, and update between steps"
                 )
-            self._has_turn = True
             try:
-                yield
+                try:
+                    self._has_turn = True
+                    yield
+                finally:
+                    self._has_turn = False
             finally:
-                self._has_turn = False
+                self._has_turn = False  # Ctrl-C may have ended the first attempt

@@ -74,7 +74,7 @@ def test_folders_that_lack_something_are_refused(folder: Path, tmp_path: Path) -
     assert reason().startswith("--from: found it without weights")
     with pytest.raises(OptionError, match=r"--from: found .*chats.jsonl, a file"):
         find_pretrained(str(tmp_path / "chats.jsonl"))
-    with pytest.raises(OptionError, match="--from: found no/such/folder, expected a folder with"):
+    with pytest.raises(UserError, match="--from: no/such/folder: found nothing there, expected"):
         find_pretrained("no/such/folder")
 
 

@@ -172,11 +172,16 @@ def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
 
     Raises:
         TypeError: the tree as a whole is not a dict with string keys.
-        ValueError: a dict has the key that tells tuples from lists.
+        ValueError: a dict with tensors has the key that tells tuples from lists.
     """
-    if isinstance(tree, Mapping) and tree and all(type(key) is str for key in tree):
-        if TUPLE in tree:
-            raise ValueError(f"{'.'.join(map(str, path))}: found the key {TUPLE!r}, expected no")
+    if isinstance(tree, Mapping) and TUPLE in tree:
+        if _holds_tensor(tree):
+            raise ValueError(
+                f"{'.'.join(map(str, path))}: found tensors beside the key {TUPLE!r}, which tells "
+                "tuples from lists, expected another key"
+            )
+        yield path, tree
+    elif isinstance(tree, Mapping) and tree and all(type(key) is str for key in tree):
         for key, item in tree.items():
             yield from leaves((*path, key), item)
     elif (type(tree) is list or (type(tree) is tuple and len(path) > 1)) and _holds_tensor(tree):
