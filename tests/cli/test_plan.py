@@ -44,7 +44,10 @@ def _own_path(monkeypatch: Patch) -> None:
     [
         ("llama-80b", "MODEL: found llama-80b, expected llama-tiny"),
         ("llama-80b", "did you mean llama-8b?"),
-        ("nowhere:build", "MODEL: found nowhere:build (No module named 'nowhere')"),
+        (
+            "nowhere:build",
+            "MODEL: found nowhere:build (ModuleNotFoundError: No module named 'nowhere')",
+        ),
         ("llama-tiny --mesh dp=2,tp", "--mesh: found 'tp' in 'dp=2,tp'"),
         ("llama-tiny --mesh dp=200000", "--mesh: found dp=200000, 200,000 ranks, expected at most"),
         ("llama-tiny --strategy hybrid", "--mesh: found dp=8 with strategy hybrid, expected the"),
@@ -54,7 +57,10 @@ def _own_path(monkeypatch: Patch) -> None:
         ("llama-tiny --image-size 32", "--image-size: found 32, expected none: llama-tiny takes"),
         ("vit-tiny --seq-length 9", "--seq-length: found 9, expected none: vit-tiny takes images"),
         ("llama-tiny --optimizer lamb", "--optimizer: found lamb, expected one of adamw"),
-        ("llama-tiny --optimizer nowhere:sgd", "--optimizer: found nowhere:sgd (No module named"),
+        (
+            "llama-tiny --optimizer nowhere:sgd",
+            "--optimizer: found nowhere:sgd (ModuleNotFoundError: No module named",
+        ),
         ("llama-tiny --device h100 --transport shm", "--transport: found shm, expected auto"),
         (
             "llama-tiny --mesh dp=2 --wire tp:int8",

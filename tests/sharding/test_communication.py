@@ -115,7 +115,7 @@ def test_a_hook_may_change_the_gradients(rank: int, world_size: int) -> None:
 def test_a_stream_for_the_hook_is_for_devices_with_streams_and_1_d_meshes(
     rank: int, world_size: int
 ) -> None:
-    stream = object()
+    stream = torch.Stream(device="cpu")
     net, seen = fully_shard(nn.Linear(2, 2)), []
     net.set_all_reduce_hook(seen.append, stream=stream)
     net(torch.ones(1, 2)).sum().backward()

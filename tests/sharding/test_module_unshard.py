@@ -165,7 +165,7 @@ def test_prefetch(rank: int, world_size: int) -> None:
         [SHARDED, UNSHARDING, UNSHARDED],
     ], "an empty list asks for nothing in forward, and means the one before in backward"
     for setter in (first.set_modules_to_forward_prefetch, first.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="found Linear"):
+        with pytest.raises(TypeError, match="found a list of Linear"):
             setter([net.head])
 
 

@@ -90,7 +90,7 @@ def test_backward_does_not_wait_for_gradients_that_cross_a_network(
 @on_threads(1)
 def test_an_event_behind_the_optimizer_is_for_one_forward(rank: int, world_size: int) -> None:
     net = sharded_net()
-    event = object()
+    event = _Event()
     net.set_post_optim_event(event)
     root = state_of(net).root
     assert root.post_optim_event is event

@@ -356,7 +356,8 @@ class FSDPModule(_Sharded):
             modules: sharded modules of the same root, in the order in which to gather them.
 
         Raises:
-            ValueError: one of ``modules`` is not sharded by Shardwise.
+            TypeError: one of ``modules`` is not sharded.
+            ValueError: one is not sharded by Shardwise.
         """
         check_arguments(FSDPModule.set_modules_to_forward_prefetch, locals())
         require_state(self).forward_prefetch = [require_state(module) for module in modules]
@@ -368,7 +369,8 @@ class FSDPModule(_Sharded):
             modules: sharded modules of the same root, in the order in which to gather them.
 
         Raises:
-            ValueError: one of ``modules`` is not sharded by Shardwise.
+            TypeError: one of ``modules`` is not sharded.
+            ValueError: one is not sharded by Shardwise.
         """
         check_arguments(FSDPModule.set_modules_to_backward_prefetch, locals())
         require_state(self).backward_prefetch = [require_state(module) for module in modules]
@@ -599,9 +601,11 @@ class FSDPModule(_Sharded):
         Without it, nothing overtakes the optimizer either. On CPUs there is nothing to wait for.
 
         Args:
-            event: recorded after the optimizer step, on its stream.
+            event: recorded after the optimizer step, on its stream; of the device's own class or
+                ``torch.Event``.
         """
-        check_arguments(FSDPModule.set_post_optim_event, locals())
+        if not hasattr(event, "wait"):
+            raise TypeError(f"event: expected a torch.Event, found {event!r}")
         require_state(self).root.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(

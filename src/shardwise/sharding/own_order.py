@@ -61,7 +61,12 @@ _WORDS = {
 }
 
 
-def _check(groups: Sequence[ParamGroup]) -> None:
+def check_own_order(groups: Sequence[ParamGroup]) -> None:
+    """Check that ranks may run these groups in orders of their own.
+
+    Raises:
+        NotImplementedError: something was asked for that needs all ranks to run the same groups.
+    """
     for group in groups:
         found = None
         if group.mesh.mesh != groups[0].mesh.mesh:
@@ -108,13 +113,9 @@ class OwnOrder:
     Args:
         groups: all groups of the model, in an order that all ranks know.
         deliver: starts to reduce the gradients of a group, on all ranks.
-
-    Raises:
-        NotImplementedError: as in :meth:`check`.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], deliver: Callable[[ParamGroup], None]) -> None:
-        _check(groups)
         self._groups = list(groups)
         self._numbers = {group: number for number, group in enumerate(groups)}
         self._deliver = deliver
@@ -131,7 +132,7 @@ class OwnOrder:
             NotImplementedError: something was asked for that needs all ranks to run the same
                 groups.
         """
-        _check(self._groups)
+        check_own_order(self._groups)
 
     def gather(self, group: ParamGroup, start: Callable[[], None]) -> None:
         """Have all ranks gather a group that this one needs now.

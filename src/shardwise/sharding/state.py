@@ -553,8 +553,9 @@ class FSDPState:
         self._name_everything(top)
         groups = self.root.groups
         if self.order is GroupOrder.OWN and groups and not groups[0].mesh.is_alone:
-            from shardwise.sharding.own_order import OwnOrder
+            from shardwise.sharding.own_order import OwnOrder, check_own_order
 
+            check_own_order(groups)
             self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
         for state in self.root.states:
             if state.order is GroupOrder.OWN and self.order is not GroupOrder.OWN:
