@@ -343,6 +343,11 @@ UNSEEN = {
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
     "sharding/placement.py full_tensor: "
     'torch.empty(value.shape, dtype=value.dtype, device="meta")': _META,
+    'sharding/placement.py _in_bytes: torch.empty(shape, device="meta")': _META,
+    "sharding/placement.py _in_bytes: dtensor.local_of(value).detach().contiguous()": _HELD,
+    "sharding/placement.py full_tensor: dtensor.wait_tensor(sent.to_local())": _SELF,
+    "sharding/placement.py full_tensor: "
+    "dtensor.wait_tensor(sent.to_local()).contiguous()": _PASSING,
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
         "the host has read it before it is freed"

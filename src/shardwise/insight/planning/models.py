@@ -156,6 +156,7 @@ def load_object(name: str) -> Callable[..., Any]:
             each
             for each, value in vars(imported).items()
             if callable(value) and getattr(value, "__module__", "") == imported.__name__
+            if not each.startswith("_")
         ]
         names = " or ".join(f"{module}:{each}" for each in own[:5]) or f"{module} with a function"
         raise ModelError(name, names) from None
