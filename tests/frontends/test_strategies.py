@@ -11,7 +11,6 @@ from shardwise.frontends.strategies import (
     ShardingPlan,
     Strategy,
     WantedMesh,
-    parse_mesh,
     resolve,
 )
 
@@ -63,17 +62,15 @@ def test_every_strategy_works_on_one_rank() -> None:
         assert all(size == 1 for size in plan.shape), strategy
 
 
-def test_a_mesh_is_read_by_dimension_names() -> None:
-    assert parse_mesh("dp_replicate=2, dp_shard=4") == {"dp_replicate": 2, "dp_shard": 4}
-    assert parse_mesh("dp_shard=4") == {"dp_shard": 4}
+NAMED = "NAME=N with a name among dp_replicate, dp, dp_shard, tp"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "one of dp_replicate, dp_shard"),
-        ("4", "one of dp_replicate, dp_shard"),
-        ("dp=4", "one of dp_replicate, dp_shard"),
+        ("", NAMED),
+        ("4", NAMED),
+        ("pp=4", NAMED),
         ("dp_shard", "dp_shard=N, N a number from 1"),
         ("dp_shard=0", "dp_shard=N, N a number from 1"),
         ("dp_shard=x", "dp_shard=N, N a number from 1"),
@@ -83,7 +80,7 @@ def test_a_mesh_is_read_by_dimension_names() -> None:
 )
 def test_a_wrong_mesh_is_an_error(text: str, expected: str) -> None:
     with pytest.raises(MeshError) as refused:
-        parse_mesh(text)
+        WantedMesh.parse(text)
     assert refused.value.expected == expected
 
 

@@ -36,7 +36,7 @@ from shardwise import fully_shard
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.scratch import file as scratch_file
-from shardwise.checkpoint.ranks import saving, state
+from shardwise.checkpoint.ranks import agreement, saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
 from shardwise.optim import Muon, deal, in_backward, muon_groups, offload, shared_work
@@ -1252,6 +1252,7 @@ def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(saving, "group_for", lambda group: None))
+        stack.enter_context(patch(agreement, "group_for", lambda group: None))
         stack.enter_context(patch(state, "check_tensor", lambda tensor, name: tensor))
         stack.enter_context(patch(saving.Saving, "write", read))
         stack.enter_context(patch(threading.Thread, "start", start_here))

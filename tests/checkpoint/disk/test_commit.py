@@ -382,6 +382,8 @@ def _save_until_killed(
         try:
             checkpoint.save(checkpoint.step_folder(folder, step), model, optimizer, keep_last=2)
         except CheckpointError:
+            if rank in victims:  # the other victim went first
+                signal.pause()
             return step
 
 
