@@ -120,8 +120,9 @@ def _have_foreign(
 
 
 def _is_overridden(module: nn.Module, name: str) -> bool:
-    found, original = getattr(module, name), getattr(nn.Module, name)
-    return getattr(found, "__func__", found) is not original and _has_foreign([found])
+    # All of its classes, for a sharded module has one of ours in front of the user's.
+    places = [module, *(each for each in type(module).__mro__ if each is not nn.Module)]
+    return _has_foreign(vars(each)[name] for each in places if name in vars(each))
 
 
 def _has_foreign(functions: Iterable[Callable[..., Any]]) -> bool:

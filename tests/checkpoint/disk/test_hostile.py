@@ -522,6 +522,10 @@ SWOLLEN: dict[str, tuple[str, Callable[[], bytes]]] = {
         ),
     ),
     "records": ("a.pt", lambda: _torch_file(b"}", 60_000)),
+    "names that are not known": (
+        "a.pt",
+        lambda: _torch_file(b"]" + b"".join(b"cm\n%x\na" % i for i in range(600_000))),
+    ),
     "metadata": (".metadata", lambda: b"\x80\x02](" + b"}K\x01Ns" * 900_000 + b"e."),
     "entries": ("a.safetensors", lambda: _header(b"{%s}" % _many(b'"#":1', 1_500_000))),
     "tensors": ("a.safetensors", lambda: _header(b"{%s}" % _many(_EMPTY, 300_000))),

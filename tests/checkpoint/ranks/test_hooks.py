@@ -240,6 +240,27 @@ class _Root(nn.Module):
             assert not value.is_meta
 
 
+class Older(nn.Linear):
+    """Loads names that it had once."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        renamed = {name.removeprefix("old_"): value for name, value in state_dict.items()}
+        return super().load_state_dict(renamed, *args, **kwargs)
+
+
+@on_threads(2)
+def test_a_sharded_module_loads_by_its_own_load_state_dict(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    plain = Older(3, 5)
+    state = {f"old_{name}": value for name, value in plain.state_dict().items()}
+    torch.save(state, tmp_path / f"{rank}.pt")
+    model: Any = fully_shard(Older(3, 5))
+    load_weights(tmp_path / f"{rank}.pt", model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.get_parameter(name).full_tensor(), value), name
+
+
 @on_threads(2)
 def test_a_rank_reads_only_its_part_of_what_hooks_pass_on(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: Any

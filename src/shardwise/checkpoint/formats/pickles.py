@@ -338,6 +338,7 @@ class _Machine:
             names = f"{module}.{name}"
             shown = names if names.isprintable() else repr(names)
             raise PickleError(f"it names {shown[:120]}, which is not needed for plain values")
+        self.take_memory(2 * _CONTAINER)  # what stands for it may have been made for it
         self.push(found)
 
     def find_on_stack(self) -> None:

@@ -19,7 +19,7 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -120,7 +120,7 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
     """
     tree, unknown = _read(path, start, length)
     if unknown:
-        _refuse_file(path, f"it names {unknown[0]}, which is not needed for plain values")
+        _refuse_file(path, f"it names {next(iter(unknown))}, which is not needed for plain values")
     return tree
 
 
@@ -172,7 +172,7 @@ def _refuse_file(path: Path, why: str) -> NoReturn:
     ) from None
 
 
-def _read(path: Path, start: int, length: int | None) -> tuple[Any, Sequence[str]]:
+def _read(path: Path, start: int, length: int | None) -> tuple[Any, Collection[str]]:
     """What is in a file, and the names in it that are not known."""
     handle, size = open_file(path, Links.FOLLOW)
     try:
@@ -242,7 +242,7 @@ class _PickledNames:
 
     def __init__(self, records: Mapping[str, Record], start: int, where: str) -> None:
         self._records, self._start, self._where = records, start, where
-        self.unknown: list[str] = []
+        self.unknown: dict[str, None] = {}  # in their order
         own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
             ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(
@@ -273,9 +273,10 @@ class _PickledNames:
             return object_constructor(name, "numpy.ndarray")
         if module.startswith("torch.distributed."):  # placements and mesh of a DTensor
             return object_constructor(f"{module}.{name}", f"{module}.{name}")
-        shown = f"{module}.{name}"
-        self.unknown.append(shown[:120] if shown.isprintable() else repr(shown)[:120])
-        return opaque(self.unknown[-1])
+        full = f"{module}.{name}"
+        shown = (full if full.isprintable() else repr(full))[:120]
+        self.unknown[shown] = None
+        return opaque(shown)
 
     def storage(self, said: Any) -> _Storage:
         """The storage that a pickle refers to."""
