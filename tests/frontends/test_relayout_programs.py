@@ -507,7 +507,7 @@ def test_groups_of_parameters_have_to_be_the_same(rank: int, world_size: int) ->
     groups = [{"params": [first, *others]}] if rank == 0 else [{"params": [first]}]
     optimizer = torch.optim.AdamW(groups)
     if rank == 1:
-        optimizer.add_param_group({"params": others})
+        optimizer.add_param_group({"params": others, "lr": 0.5})
     with pytest.raises(CheckpointError, match="rank 1: optimizer: found no group"):
         relayout(model, optimizer, mesh=both)
     assert model[0][0].weight.is_meta == (rank == 1)

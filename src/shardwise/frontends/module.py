@@ -356,8 +356,7 @@ class FSDPModule(_Sharded):
             modules: sharded modules of the same root, in the order in which to gather them.
 
         Raises:
-            TypeError: one of ``modules`` is not sharded.
-            ValueError: one is not sharded by Shardwise.
+            TypeError, ValueError: one of ``modules`` is not sharded by Shardwise.
         """
         check_arguments(FSDPModule.set_modules_to_forward_prefetch, locals())
         require_state(self).forward_prefetch = [require_state(module) for module in modules]
@@ -369,8 +368,7 @@ class FSDPModule(_Sharded):
             modules: sharded modules of the same root, in the order in which to gather them.
 
         Raises:
-            TypeError: one of ``modules`` is not sharded.
-            ValueError: one is not sharded by Shardwise.
+            TypeError, ValueError: one of ``modules`` is not sharded by Shardwise.
         """
         check_arguments(FSDPModule.set_modules_to_backward_prefetch, locals())
         require_state(self).backward_prefetch = [require_state(module) for module in modules]
@@ -601,8 +599,10 @@ class FSDPModule(_Sharded):
         Without it, nothing overtakes the optimizer either. On CPUs there is nothing to wait for.
 
         Args:
-            event: recorded after the optimizer step, on its stream; of the device's own class or
-                ``torch.Event``.
+            event: recorded after the optimizer step, on its stream.
+
+        Raises:
+            TypeError: ``event`` has no ``wait``.
         """
         if not hasattr(event, "wait"):
             raise TypeError(f"event: expected a torch.Event, found {event!r}")

@@ -5,16 +5,12 @@ What they do is in ``optim_state.py``, which is loaded when one of them is calle
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
 
-from shardwise.frontends.state_dict import WrapperModule, state_dict_settings
-
-StateDict = dict[str, Any]
+from shardwise.frontends.state_dict import StateDict, WrapperModule, state_dict_settings
 
 
 class OptimSavingModule(WrapperModule):

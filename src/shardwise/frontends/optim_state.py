@@ -38,6 +38,7 @@ from shardwise.frontends.optim_groups import (
     renamed,
 )
 from shardwise.frontends.state_dict import (
+    StateDict,
     exported,
     shard_of,
     sharded_params,
@@ -49,8 +50,6 @@ from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 from shardwise.transport.buckets import as_sendable
-
-StateDict = dict[str, Any]
 
 
 def rekeyed(

@@ -50,6 +50,8 @@ from shardwise.sharding.steps import check_origin
 #: The name of the wrapped module in the wrapper, as in torch.
 WRAPPED = "_fsdp_wrapped_module"
 
+StateDict = dict[str, Any]
+
 
 class WrapperModule(nn.Module, HasStateDictKinds):
     """A wrapper that forwards attributes, items and names of the wrapped module.

@@ -79,8 +79,6 @@ _TROUBLE = 1  # the step in which a rank does something else, and the steps afte
 _AFTER = 2
 #: For a job behind one that has said Python's warnings.
 _SAID = {"PYTHONWARNINGS": "ignore"}
-#: What is done one after the other: plans, trainings, resuming, and what goes wrong.
-JOBS = 10
 #: Seconds after which a collective without its peers fails, and in which a job has to end.
 _PATIENCE = 60.0
 
@@ -107,6 +105,8 @@ class Trouble(enum.Enum):
 
 
 _TROUBLES = (Trouble.SKIPPED, Trouble.KILLED)
+#: What is done one after the other: plans, trainings, resuming, and what goes wrong.
+JOBS = len(_SHARDED) + len(_WAYS) + 1 + len(_TROUBLES) * len(_SHARDED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,7 @@ def fill(
     init: Callable[[nn.Module], object] | None = None,
     buffer: int = BUFFER,
     group: dist.ProcessGroup | None = None,
+    opened: Callable[[], AbstractContextManager[Source]] | None = None,
 ) -> LoadReport:
     """Read the weights of a model from files, after it was sharded. Every rank calls this.
 
@@ -133,6 +134,7 @@ def fill(
             default is the initialization of the model itself.
         buffer: bytes that reading may hold beside the model.
         group: the ranks that load together; the default process group if ``None``.
+        opened: opens the weights, if not those that ``name`` means.
 
     Returns:
         Which names the files lack, and which they have without need; the same on every rank.
@@ -142,24 +144,12 @@ def fill(
             ranks alike.
         TypeError: ``model`` has no ``transformers`` model in it.
     """
-    return fill_from(model, lambda: open_source(find(name)), name, names, init, buffer, group)
-
-
-def fill_from(
-    model: nn.Module,
-    opened: Callable[[], AbstractContextManager[Source]],
-    name: Name,
-    names: Mapping[str, str] | None = None,
-    init: Callable[[nn.Module], object] | None = None,
-    buffer: int = BUFFER,
-    group: dist.ProcessGroup | None = None,
-) -> LoadReport:
-    """Read the weights of a model from what a function opens; for the rest, see :func:`fill`."""
     wait_for_save()
     inner = hf.inner_model(model)
     ranks = Ranks(group_for(group))
     doing = f"loading {name}"
-    report = ranks.all(doing, lambda: _load(model, inner, opened, names or {}, buffer))
+    opens = opened or (lambda: open_source(find(name)))
+    report = ranks.all(doing, lambda: _load(model, inner, opens, names or {}, buffer))
     with same_random_numbers(model, ranks, doing):
         ranks.all(doing, lambda: _initialize(model, init))
     if ranks.coordinates:

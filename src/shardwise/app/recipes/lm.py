@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -144,14 +145,12 @@ def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
     return Adapters(model, config)
 
 
-@contextlib.contextmanager
-def _reading(name: str, place: TrainContext) -> Iterator[None]:
+def _reading(name: str, place: TrainContext) -> AbstractContextManager[object]:
     """Say on rank 0 that weights are read, if it takes long."""
+    if place.world.rank != 0:
+        return contextlib.nullcontext()
     size = sum(file.stat().st_size for file in Path(name).glob("**/*.safetensors"))
-    sized = f", {binary_size(size)}" if size else ""
-    is_first = place.world.rank == 0
-    with progress(f"reading {name}{sized}") if is_first else contextlib.nullcontext():
-        yield
+    return progress(f"reading {name}{f', {binary_size(size)}' if size else ''}")
 
 
 def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:

@@ -708,11 +708,10 @@ def by_names(optimizer: Any, names: Collection[str]) -> Any:
 
 def leaves_of(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
     """Yield the tensors of a tree that was read, and the largest parts without any, by path."""
-    holds = any(map(_is_stored, held_in(tree)))
     if isinstance(tree, Mapping) and tree and all(_is_name(key) for key in tree):
         for key, item in tree.items():
             yield from leaves_of((*path, key), item)
-    elif isinstance(tree, list) and holds:
+    elif isinstance(tree, list) and any(map(_is_stored, held_in(tree))):
         for i, item in enumerate(tree):
             yield from leaves_of((*path, i), item)
     elif len(path) > 1:

@@ -263,7 +263,7 @@ def checked(
     function: Callable[..., object],
     group: dist.ProcessGroup | None,
     given: Mapping[str, Any],
-    also: Callable[[], object] = tuple,
+    also: Callable[[], object] = lambda: None,
 ) -> Ranks:
     """The ranks that call a function together, once all of them have checked its arguments.
 

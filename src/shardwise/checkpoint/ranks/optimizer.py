@@ -190,12 +190,12 @@ def saved_groups(
                 f"{len(group)} parameters as the one that begins with {_first(group)}"
             )
     for group in (each[PARAMS] for rest in saved.values() for each in rest):
-        if group and joint.issuperset(group):
-            continue
-        raise CheckpointError(
-            f"optimizer: found {len(own)} groups, expected the {count} saved ones; none has the "
-            f"same {len(group)} parameters as the saved one that begins with {_first(group)}"
-        )
+        if not group or not joint.issuperset(group):
+            raise CheckpointError(
+                f"optimizer: found {len(own)} groups, expected the {count} saved ones; none has "
+                f"the same {len(group)} parameters as the saved one that begins with "
+                f"{_first(group)}"
+            )
     return pairs
 
 
@@ -357,7 +357,7 @@ def _joined(groups: Iterable[tuple[dict[str, Any], list[str]]]) -> dict[str, fro
 
 
 def _settings(group: Mapping[str, Any]) -> str:
-    return repr(sorted((k, v) for k, v in group.items() if k not in (PARAMS, "param_names")))
+    return repr(sorted((k, v) for k, v in group.items() if k not in (PARAMS, NAMES)))
 
 
 def _groups_by_names(tree: Mapping[str, Any]) -> dict[frozenset[str], list[dict[str, Any]]]:

@@ -272,11 +272,7 @@ def _mixed_in(plans: list[SavePlan]) -> frozenset[str]:
 
 
 def _check_keep_last(keep_last: int | None) -> None:
-    """Check how many checkpoints to keep.
-
-    Raises:
-        ValueError: it is less than 1.
-    """
+    """Raise ``ValueError`` if fewer than one checkpoint is to be kept."""
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last: found {keep_last}, expected 1 or more")
 

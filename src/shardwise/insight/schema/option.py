@@ -317,12 +317,11 @@ def option_names(config: Any, *rules: OnResume) -> dict[str, str]:
 
 def fixed_defaults(config: Any) -> dict[str, Any]:
     """Return the defaults of all settings that a run goes on with, as plain values; None: none."""
-    names = option_names(config, OnResume.FIXED)
     return {
         each.name: as_json(None if each.default is MISSING else each.default)
         for part in configurations(config)
         for each in fields(part)
-        if each.name in names
+        if OPTION in each.metadata and each.metadata[OPTION].on_resume is OnResume.FIXED
     }
 
 

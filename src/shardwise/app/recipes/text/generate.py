@@ -27,7 +27,7 @@ from shardwise.checkpoint.formats.source import Source
 from shardwise.insight.planning.presets import longest_sequence
 from shardwise.pretrained import opening
 from shardwise.pretrained.building import build_from, find, find_adapters
-from shardwise.pretrained.filling import fill_from
+from shardwise.pretrained.filling import fill
 from shardwise.wrap import AUTO, apply_wrap
 
 
@@ -143,7 +143,7 @@ def _load(request: Request, device: torch.device) -> PreTrainedModel:
     if dist.is_initialized():
         apply_wrap(model, AUTO, fully_shard)
         fully_shard(model)
-    report = fill_from(model, opened, request.source)
+    report = fill(model, request.source, opened=opened)
     if report.missing:
         raise CheckpointError(
             f"found no weights for {listed(report.missing)}, expected those of a causal language "
