@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from _report import ROOT
-from shardwise.app.runs.files import RunFiles
-from shardwise.app.runs.metrics import Follower
+from shardwise.runs.files import RunFiles
+from shardwise.runs.metrics import Follower
 
 #: Seconds since the measurement began, and the rank or the replica to which something happens.
 Fault = tuple[float, int]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from shardwise import checkpoint, compat, diloco, optim, pretrained, schedules, timeline, wrap
     from shardwise._torch.fsdp import DataParallelMeshDims
-    from shardwise.app.recipes.core.script_log import log
     from shardwise.base.errors import (
         OffloadError,
         PeerLostError,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from shardwise.insight.schema.sharding import StrategyConfig
     from shardwise.optim.norms import clip_grad_norm_
     from shardwise.pretrained.api import from_pretrained, save_pretrained
+    from shardwise.runs.script_log import log
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.simulated.api import (
         SimulatedRank,

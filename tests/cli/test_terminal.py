@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.app.runs.serve import Server
+from shardwise.runs.serve import Server
 from tests.cli.shell import call
 from tests.runs import folders
 

@@ -20,9 +20,9 @@ import pytest
 
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.runs.metrics_file import read_metrics
 from tests.programs import Program, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks._hosts import Host, two_hosts
-from shardwise.app.recipes.core.journal import read_metrics
+from shardwise.runs.metrics_file import read_metrics
 from tests.hosts.network import needs_hosts, start
 from tests.programs import Program
 from tests.recipes.corpora import texts, write_jsonl

@@ -95,10 +95,10 @@ def build(folder: Path) -> Path:
     names = zipfile.ZipFile(wheel).namelist()
     ours = (
         "shardwise/py.typed",
-        "shardwise/app/runs/page.js",
-        "shardwise/app/runs/uplot/uPlot.iife.min.js",
+        "shardwise/runs/page.js",
+        "shardwise/runs/uplot/uPlot.iife.min.js",
     )
-    expect("\n".join(names), *ours, "licenses/src/shardwise/app/runs/uplot/LICENSE")
+    expect("\n".join(names), *ours, "licenses/src/shardwise/runs/uplot/LICENSE")
     outside = [name for name in names if not name.startswith(("shardwise/", "shardwise-"))]
     if outside:
         sys.exit(f"the wheel would install more than the package: {outside}")

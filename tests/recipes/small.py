@@ -8,13 +8,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.text import config as text
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision import config as vision
 from shardwise.insight.schema.sharding import ShardingConfig
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
+from shardwise.runs.metrics_file import read_metrics
 
 #: Each kind of training with all its defaults, by its name.
 RECIPES: dict[str, RecipeConfig] = {**text.DEFAULTS, **vision.DEFAULTS}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.core.journal import read_metrics
+from shardwise.runs.metrics_file import read_metrics
 from tests.programs import shell_environment, start_program
 from tests.recipes.corpora import texts, write_hub_folder, write_jsonl, write_tokenizer
 from tests.recipes.hub import Hub

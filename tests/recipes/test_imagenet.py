@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.files import find_images
 from shardwise.app.recipes.vision.task import Augment, FolderImages, center_box, random_box
 from shardwise.base.errors import UserError
@@ -20,6 +19,7 @@ from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
+from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.running import refusal, run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots

@@ -19,10 +19,10 @@ from shardwise.app.recipes.core.journal import (
     StepMetrics,
     TensorBoard,
     command_line,
-    read_metrics,
     surroundings,
 )
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.runs.metrics_file import read_metrics
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:

@@ -25,7 +25,6 @@ import torch
 
 from shardwise.app.recipes import lm
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.model import Sampling, build, generate_tokens
 from shardwise.app.recipes.core.position import Position
@@ -44,6 +43,7 @@ from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.insight.schema.training import Existing
+from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import as_after, refusal, train, train_here, train_one, warning_in
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model

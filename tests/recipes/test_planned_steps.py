@@ -17,7 +17,6 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.core.training import build_run, place_for
 from shardwise.app.recipes.text.published import Frozen
-from shardwise.app.runs.metrics import RankStep
 from shardwise.base import observe
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
@@ -30,6 +29,7 @@ from shardwise.insight.schema.sharding import (
     parse_wires,
 )
 from shardwise.insight.schema.training import DilocoConfig, OptimizerName
+from shardwise.runs.metrics import RankStep
 from tests.planning.counted import Counts
 from tests.recipes.digits import small_mnist
 from tests.recipes.small import small_config

@@ -17,12 +17,12 @@ import pytest
 from shardwise.app.recipes.core import training
 from shardwise.app.recipes.core.recipe import Task
 from shardwise.app.recipes.core.rundir import RunDir, locked
-from shardwise.app.runs.files import Lock, lock_of
 from shardwise.base import devices
 from shardwise.base import files as lock_files
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
 from shardwise.insight.schema.option import OptionError
+from shardwise.runs.files import Lock, lock_of
 from tests.recipes.small import small_config
 
 

@@ -17,12 +17,12 @@ from shardwise.app.recipes.core.journal import (
     StepMetrics,
     Wandb,
     open_sinks,
-    read_metrics,
 )
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
+from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
 from tests.waiting import wait_until

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.runs.page import Updates, page
-from shardwise.app.runs.serve import Server
-from shardwise.app.runs.snapshot import RunReader
+from shardwise.runs.page import Updates, page
+from shardwise.runs.serve import Server
+from shardwise.runs.snapshot import RunReader
 from tests import chromium
 from tests.runs import folders
 from tests.waiting import wait_until
@@ -85,7 +85,7 @@ def test_a_page_that_was_not_written_again_says_that_the_training_has_stopped(
 ) -> None:
     root = folders.make(tmp_path / "lm", sessions=[folders.session(status="running")])
     then = time.time() - age
-    monkeypatch.setattr("shardwise.app.runs.page.time.time", lambda: then)
+    monkeypatch.setattr("shardwise.runs.page.time.time", lambda: then)
     file = tmp_path / "report.html"
     file.write_text(page("lm", [RunReader(root).read()], Updates.RELOAD, every=10.0))
     tab.open(file.as_uri())

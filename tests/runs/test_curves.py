@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from shardwise.app.runs.snapshot import MOST_NAMES, Curves
+from shardwise.runs.snapshot import MOST_NAMES, Curves
 
 
 def test_few_steps_are_kept_as_they_are() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.runs.metrics import MAX_LINE, MOST_BYTES, Follower
 from shardwise.base.errors import CheckpointError
+from shardwise.runs.metrics import MAX_LINE, MOST_BYTES, Follower
 
 
 class Reader:

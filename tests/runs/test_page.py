@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs.page import Updates, page
-from shardwise.app.runs.snapshot import RunReader
+from shardwise.runs.page import Updates, page
+from shardwise.runs.snapshot import RunReader
 from tests.runs import folders
 
 

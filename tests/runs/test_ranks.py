@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.runs.metrics import MOST_RANKS, RanksFile, RanksReader, RankStep
+from shardwise.runs.metrics import MOST_RANKS, RanksFile, RanksReader, RankStep
 
 
 class Clock:

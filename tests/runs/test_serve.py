@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.runs import serve
-from shardwise.app.runs.serve import Server
+from shardwise.runs import serve
+from shardwise.runs.serve import Server
 from tests.runs import folders
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.runs import snapshot
-from shardwise.app.runs.snapshot import RunReader
+from shardwise.runs import snapshot
+from shardwise.runs.snapshot import RunReader
 from tests.runs import folders
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shardwise.app.cli.watch import compared
-from shardwise.app.runs.snapshot import RunReader
+from shardwise.runs.snapshot import RunReader
 from tests.runs import folders
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import shardwise
-from shardwise.app.runs.snapshot import RunReader
+from shardwise.runs.snapshot import RunReader
 from tests.harness import run_ranks
 
 

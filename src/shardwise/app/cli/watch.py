@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.app.cli.options import Html, Integer, Json, PathArgument
-from shardwise.app.runs.files import RunFiles
 from shardwise.base.errors import UserError
 from shardwise.base.units import binary_size, counted, printable, show
 from shardwise.insight.schema.option import OptionError, require
+from shardwise.runs.files import RunFiles
 
 if TYPE_CHECKING:
-    from shardwise.app.runs.serve import Server
+    from shardwise.runs.serve import Server
 
 
 WATCH = """
@@ -75,8 +75,8 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
 
     Of runs that are under way, it is what they have done so far.
     """
-    from shardwise.app.runs.page import Updates, page
-    from shardwise.app.runs.snapshot import RunReader
+    from shardwise.runs.page import Updates, page
+    from shardwise.runs.snapshot import RunReader
 
     _check(runs)
     require(len(runs) > 1, "RUN...", "one run", "two or more")
@@ -102,7 +102,7 @@ def _check(runs: list[Path]) -> None:
 
 
 def _serve(runs: list[Path], port: int | None) -> Server:
-    from shardwise.app.runs.serve import ADDRESS, Server
+    from shardwise.runs.serve import ADDRESS, Server
 
     try:
         return Server(runs, _names(runs), _PORT if port is None else port)

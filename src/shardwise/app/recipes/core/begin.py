@@ -78,7 +78,7 @@ def check_folder(inputs: Inputs) -> Position:
     """
     # The command's help needs neither, and nobody likes to wait for it.
     from shardwise.app.recipes.core.checkpointing import Checkpoints
-    from shardwise.app.recipes.core.journal import check_metrics
+    from shardwise.runs.metrics_file import check_metrics
 
     output = decided(inputs.train.output)
     files = RunDir(output.out)

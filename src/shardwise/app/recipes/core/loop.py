@@ -36,7 +36,6 @@ from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_line
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
-from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
@@ -45,6 +44,7 @@ from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS, launched_here
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.insight.step import TrainingStep
+from shardwise.runs.metrics import RankStep
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Whether a run may begin in a folder, and its lock: two runs never train into one. No torch here.
 
-What lies in the folder, :class:`~shardwise.app.runs.files.RunFiles` says.
+What lies in the folder, :class:`~shardwise.runs.files.RunFiles` says.
 
 The launcher of host 0 holds the lock, or rank 0 where no launcher of ours is above; so a job that
 begins again is not in its own way. The lock is the kernel's (``flock``) and ends with the process
@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs.files import Lock, RunFiles, lock_of
-from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.files import (
     LockHandle,
@@ -38,6 +36,8 @@ from shardwise.base.strict import Fields, parse
 from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.training import Existing, OutputConfig
+from shardwise.runs.files import Lock, RunFiles, lock_of
+from shardwise.runs.metrics import without_nan
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
 REPLICAS = "replicas"

@@ -46,6 +46,7 @@ from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
 from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
+from shardwise.runs.metrics_file import read_metrics
 from shardwise.transport.peers import Peers
 
 
@@ -209,7 +210,7 @@ def _find_best(run: _Run, newest: int) -> None:
         if not run.files.metrics.exists():
             return None
         steps = [step for step in run.checkpoints.steps() if step <= newest]
-        return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+        return Best.among(read_metrics(run.files.metrics, newest), steps)
 
     if run.inputs.train.output.keep_best:
         run.checkpoints.best = on_rank_zero("finding the best checkpoint", best)

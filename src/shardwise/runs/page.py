@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.app.runs.metrics import without_nan
 from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
+from shardwise.runs.metrics import without_nan
 
 #: The pages that a run may have in its folder, each with a page.js.
 _FRAMED = ("shardwise.insight.inspect.page", "shardwise.timeline.page")

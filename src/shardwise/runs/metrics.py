@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.app.runs.files import naming
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import open_file
 from shardwise.base.strict import Fields, parse, refuse
+from shardwise.runs.files import naming
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 _NUMBERS = (int, float)  # a union would be made anew for each value of a million lines

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import dtensor
-from shardwise.app.recipes.core.journal import MetricsFile
-from shardwise.app.runs.files import RunFiles
 from shardwise.base.arguments import check_arguments
+from shardwise.runs.files import RunFiles
+from shardwise.runs.metrics_file import MetricsFile
 from shardwise.timeline.recorder import check_step
 
 _open: dict[Path, MetricsFile] = {}

@@ -2,7 +2,7 @@
 
 A run may be under way, killed, of an older version, or damaged. So no file and no field is
 required: what cannot be read is left out, and named among the problems. Texts may be hostile;
-:mod:`shardwise.app.runs.page` never makes them part of its markup.
+:mod:`shardwise.runs.page` never makes them part of its markup.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.app.runs.files import Lock, RunFiles, lock_of
-from shardwise.app.runs.metrics import MOST_BYTES, Follower, RanksReader, parse_line
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import read_small
 from shardwise.base.strict import parse
 from shardwise.checkpoint.disk.commit import is_complete, step_folder
+from shardwise.runs.files import Lock, RunFiles, lock_of
+from shardwise.runs.metrics import MOST_BYTES, Follower, RanksReader, parse_line
 
 T = TypeVar("T")
 

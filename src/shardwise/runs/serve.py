@@ -17,10 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs.metrics import without_nan
-from shardwise.app.runs.page import Updates, page
-from shardwise.app.runs.snapshot import RunReader
 from shardwise.base.html import as_data
+from shardwise.runs.metrics import without_nan
+from shardwise.runs.page import Updates, page
+from shardwise.runs.snapshot import RunReader
 
 ADDRESS = "127.0.0.1"
 _CONNECTIONS = 32  # at a time; more are closed at once
