@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
-
-from goodput import goodputs, is_diloco, runs_of, title
-from strategies import STRATEGIES, seconds_by_round
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,58 +94,3 @@ def draw_bars(
     wide = 9.6 if len(panels) == 1 else 3.6 * len(panels) + 1.6
     high = 0.36 * max(len(bars) for _, bars, _ in panels) + 1.1
     draw(path, name, [panel(*each) for each in panels], (wide, high))
-
-
-def draw_strategies(documents: Sequence[Content], path: Path) -> None:
-    """Draw the steps of strategies, each link in a panel."""
-    panels = []
-    cases = [case for content in documents for case in content["cases"]]
-    for case in sorted(cases, key=lambda case: -case["gbit"]):
-        middles = {n: median(seconds_by_round(case, n)) for n in case["contenders"]}
-        floor = middles.pop("floor", 0.0)
-        bars = {
-            STRATEGIES[name].title: (middle, PEER if name.startswith("fsdp2") else OURS)
-            for name, middle in middles.items()
-        }
-        panels.append((f"{case['gbit']:g} Gbit/s, {case['tokens']:,} tokens a rank", bars, floor))
-    draw_bars(path, "Training step over two hosts, seconds (dashed: compute only)", panels)
-
-
-def draw_goodput(documents: Sequence[Content], path: Path) -> None:
-    """Draw what trainings keep, and their losses."""
-    case = documents[0]["cases"][0]
-    dashes = {color: cycle(("-", "--", ":", "-.")) for color in (OURS, PEER)}
-    styles: dict[str, dict[str, Any]] = {}
-    for name in case["settings"]["contenders"]:
-        color = OURS if is_diloco(name) else PEER
-        styles[name] = {"color": color, "ls": next(dashes[color]), "lw": 2}
-
-    def kept(axes: Axes) -> None:
-        for name, style in styles.items():
-            if found := goodputs(case, name):
-                shares = [100 * share for share in found.values()]
-                axes.plot(list(found), shares, label=title(name), marker="o", ms=5, **style)
-        axes.set_ylim(bottom=0)
-        axes.set_title("Useful tokens per second, % of undisturbed", loc="left", fontsize=11)
-        axes.set_xlabel(f"kills a minute, {case['settings']['ranks']} processes")
-
-    def losses(axes: Axes) -> None:
-        for name, style in styles.items():
-            for rate, one in runs_of(case, name).items():
-                x = [tokens / 1000 for tokens, _ in one["losses"]]
-                y = [loss for _, loss in one["losses"]]
-                if rate:
-                    axes.plot(x[-1:], y[-1:], color=style["color"], ls="none", marker="o", ms=5)
-                else:
-                    axes.plot(x, y, **style)
-        axes.set_title("Loss (lines: undisturbed, dots: disturbed)", loc="left", fontsize=11)
-        axes.set_xlabel("useful tokens, thousands")
-
-    draw(path, "Training on while processes are killed", [kept, losses], (8.8, 4.0))
-
-
-PICTURES: dict[str, Callable[[Sequence[Content], Path], None]] = {
-    "strategies": draw_strategies,
-    "goodput": draw_goodput,
-}
-"""Draws documents of a script."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -89,6 +89,7 @@ _SHARED: dict[str, Content] = {
     "transport": {"choices": TRANSPORTS, "help": "of ours"},
     "folder": {"type": Path, "help": "on the disk to be measured, not that of temporary files"},
     "seed": {"type": int, "help": "of weights and tokens"},
+    "picture": {"type": Path, "metavar": "FILE", "help": "draw here, as SVG or PNG"},
 }
 
 
@@ -105,7 +106,6 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         shown = shared["help"] if default is None else f"{shared['help']} ({default})"
         made.add_argument(f"--{name}", default=default, **{**shared, "help": shown})
     made.add_argument("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    made.add_argument("--picture", type=Path, metavar="FILE", help="draw here, as SVG or PNG")
     return made
 
 
@@ -115,6 +115,7 @@ def run(
     cases: Callable[[Callable[[str], None]], Iterable[Content]],
     tables: Callable[[list[Content]], list[Table]],
     wrong: Callable[[Content], object] = lambda case: None,
+    draw: Callable[[Sequence[Content], Path], None] | None = None,
 ) -> int:
     """Measure the cases of a script, store all so far after each, and show tables and a picture.
 
@@ -124,6 +125,7 @@ def run(
         cases: measures them, one after the other; gets what tells people how far it is.
         tables: makes the tables of all cases.
         wrong: whether something is the matter with a case.
+        draw: draws documents of the script, if it has ``--picture``.
 
     Returns:
         The exit code: 1 if a case is wrong.
@@ -146,10 +148,8 @@ def run(
             save(options.json, content)
     for table in shown:
         table.show(console)
-    if options.picture:
-        from _charts import PICTURES
-
-        PICTURES[script]([content], options.picture)
+    if draw and options.picture:
+        draw([content], options.picture)
     console.print(command(), highlight=False, soft_wrap=True)
     return 1 if any(map(wrong, measured)) else 0
 

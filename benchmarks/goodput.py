@@ -24,13 +24,15 @@ import dataclasses
 import itertools
 import math
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from _charts import OURS, PEER, draw
 from _goodput_run import (
     GoodputError,
     RoundsWatched,
@@ -41,7 +43,7 @@ from _goodput_run import (
     speed,
     useful,
 )
-from _options import end, listed, number, parser, plain, positive_int, run
+from _options import Content, end, listed, number, parser, plain, positive_int, run
 from _report import Table
 from _worlds import World
 from diloco import summed_loss
@@ -53,6 +55,9 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
 from shardwise.insight.planning.presets import LLAMAS
 from shardwise.insight.schema.training import OptimizerConfig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
@@ -331,8 +336,41 @@ def interpolated(points: list[tuple[int, float]], tokens: int) -> str:
     return "-"
 
 
+def draw_goodput(documents: Sequence[Content], path: Path) -> None:
+    """Draw what trainings keep, and their losses."""
+    case = documents[0]["cases"][0]
+    dashes = {color: itertools.cycle(("-", "--", ":", "-.")) for color in (OURS, PEER)}
+    styles: dict[str, dict[str, Any]] = {}
+    for name in case["settings"]["contenders"]:
+        color = OURS if is_diloco(name) else PEER
+        styles[name] = {"color": color, "ls": next(dashes[color]), "lw": 2}
+
+    def kept(axes: Axes) -> None:
+        for name, style in styles.items():
+            if found := goodputs(case, name):
+                shares = [100 * share for share in found.values()]
+                axes.plot(list(found), shares, label=title(name), marker="o", ms=5, **style)
+        axes.set_ylim(bottom=0)
+        axes.set_title("Useful tokens per second, % of undisturbed", loc="left", fontsize=11)
+        axes.set_xlabel(f"kills a minute, {case['settings']['ranks']} processes")
+
+    def losses(axes: Axes) -> None:
+        for name, style in styles.items():
+            for rate, one in runs_of(case, name).items():
+                x = [tokens / 1000 for tokens, _ in one["losses"]]
+                y = [loss for _, loss in one["losses"]]
+                if rate:
+                    axes.plot(x[-1:], y[-1:], color=style["color"], ls="none", marker="o", ms=5)
+                else:
+                    axes.plot(x, y, **style)
+        axes.set_title("Loss (lines: undisturbed, dots: disturbed)", loc="left", fontsize=11)
+        axes.set_xlabel("useful tokens, thousands")
+
+    draw(path, "Training on while processes are killed", [kept, losses], (8.8, 4.0))
+
+
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, picture=None)
     add = made.add_argument
     contenders = ["sync:20", "diloco:10"]
     names = f"sync:STEPS, diloco:STEPS ({','.join(contenders)})"
@@ -357,6 +395,7 @@ def main() -> int:
             *("goodput", options, lambda say: [measure(options, Path(folder))]),
             lambda cases: [*map(table, cases)],
             lambda case: not keeps_promise(case),
+            draw_goodput,
         )
 
 

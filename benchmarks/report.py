@@ -21,13 +21,16 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _charts import OURS, PICTURES, draw_bars
+from _charts import OURS, draw_bars
 from _gpu_tables import gpu_tables
 from _report import ROOT, Table, machine_line
+from goodput import draw_goodput
+from strategies import draw_strategies
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [
@@ -36,10 +39,13 @@ DOCUMENTS = [
     ROOT / "benchmarks" / "measurements.md",
 ]
 IMAGES = ROOT / "docs" / "images"
-#: What the pictures show of which script's documents, beside that of the summary.
-DRAWN = {
-    "strategies": [f"2026-11-22-strategies-{gbit}-gbit.json" for gbit in ("10", "1", "0.1")],
-    "goodput": ["2026-11-23-goodput.json"],
+#: The pictures beside that of the summary: by name, what draws each, of which documents.
+DRAWN: dict[str, tuple[Callable[[Sequence[dict[str, Any]], Path], None], list[str]]] = {
+    "strategies": (
+        draw_strategies,
+        [f"2026-11-22-strategies-{gbit}-gbit.json" for gbit in ("10", "1", "0.1")],
+    ),
+    "goodput": (draw_goodput, ["2026-11-23-goodput.json"]),
 }
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
@@ -166,9 +172,9 @@ def draw_all(results: Path) -> None:
     bars = {each.what: (each.measured(results)[2], OURS) for each in MEASUREMENTS}
     name = "Shardwise, as a fraction of torch (dashed)"
     draw_bars(IMAGES / "benchmarks.svg", name, [("", bars, 1.0)])
-    for script, names in DRAWN.items():
+    for picture, (draw, names) in DRAWN.items():
         documents = [json.loads((results / name).read_text()) for name in names]
-        PICTURES[script](documents, IMAGES / f"{script}.svg")
+        draw(documents, IMAGES / f"{picture}.svg")
 
 
 # -- pages -----------------------------------------------------------------------------------------

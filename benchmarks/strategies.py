@@ -15,12 +15,14 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from _charts import OURS, PEER, draw_bars
 from _contenders import FSDP2, ByModule, Case, Contender, Floor, Ours, OursAhead
 from _hosts import Host, HostsError, two_hosts
 from _memory import PssSampler
@@ -324,8 +326,23 @@ def _notes(case: Content, name: str) -> Iterator[str]:
         yield f"{STRATEGIES[name].title}, a step of several microbatches: {', '.join(sizes)}"
 
 
+def draw_strategies(documents: Sequence[Content], path: Path) -> None:
+    """Draw the steps of strategies, each link in a panel."""
+    panels = []
+    cases = [case for content in documents for case in content["cases"]]
+    for case in sorted(cases, key=lambda case: -case["gbit"]):
+        middles = {n: median(seconds_by_round(case, n)) for n in case["contenders"]}
+        floor = middles.pop("floor", 0.0)
+        bars = {
+            STRATEGIES[name].title: (middle, PEER if name.startswith("fsdp2") else OURS)
+            for name, middle in middles.items()
+        }
+        panels.append((f"{case['gbit']:g} Gbit/s, {case['tokens']:,} tokens a rank", bars, floor))
+    draw_bars(path, "Training step over two hosts, seconds (dashed: compute only)", panels)
+
+
 def main() -> int:
-    made = parser(__doc__, tokens=256, rounds=5, steps=2, warmup=2, seed=0)
+    made = parser(__doc__, tokens=256, rounds=5, steps=2, warmup=2, seed=0, picture=None)
     add = made.add_argument
     speed = number(0.001, 1000, "a speed in Gbit/s from 0.001 to 1000")
     add("--gbit", type=speed, default=1.0, help="speed of the link in Gbit/s (1)")
@@ -344,6 +361,7 @@ def main() -> int:
                 *("strategies", options, lambda say: [play(hosts, options, say)]),
                 lambda cases: [*map(table, cases)],
                 lambda case: disagreement(case, STRATEGIES),
+                draw_strategies,
             )
     except HostsError as error:
         print(error)

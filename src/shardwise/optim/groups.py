@@ -198,7 +198,10 @@ def _is_possible(value: object) -> bool:
 @functools.cache
 def _known_settings() -> frozenset[str]:
     """Return the arguments of all optimizers of torch and of ours."""
-    from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon  # only settings need them all
+    from shardwise.optim.adafactor import Adafactor  # only settings need them all
+    from shardwise.optim.adamw8bit import AdamW8bit
+    from shardwise.optim.lion import Lion
+    from shardwise.optim.muon import Muon
 
     theirs: list[Any] = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
     optimizers = [each for each in theirs if issubclass(each, torch.optim.Optimizer)]
