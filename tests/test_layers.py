@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -106,7 +107,7 @@ PEERS = {
 }
 
 # Underscored by custom, and documented nevertheless: of os, of named tuples, of transformers.
-DOCUMENTED = frozenset({"_current_frames", "_exit", "_replace", "_init_weights"})
+DOCUMENTED = frozenset({"_current_frames", "_exit", "_fields", "_replace", "_init_weights"})
 
 
 @functools.cache
@@ -234,11 +235,11 @@ END_OF_PYTHON = {"threading._shutdown", "atexit._run_exitfuncs"}
 
 def test_private_names_are_touched_in_one_place_only() -> None:
     found = [
-        touch
+        f"{name}:{line}: {touch}"
         for name in NAMES
         if _part(name) != "_torch" and name != "pretrained/hf.py"
-        for touch in [*_private_imports(name), *_private_attributes(name)]
-        if touch.split(": ")[1] not in END_OF_PYTHON
+        for line, touch in _private_touches(name)
+        if touch not in END_OF_PYTHON
     ]
     assert not found, (
         "put torch's behind a function of _torch/, those of transformers behind one of "
@@ -246,20 +247,81 @@ def test_private_names_are_touched_in_one_place_only() -> None:
     )
 
 
-def _private_imports(name: str) -> Iterator[str]:
+def _private_touches(name: str) -> Iterator[tuple[int, str]]:
+    """Private names that a file uses and does not define: torch's, or another file's own."""
     for line, imported in _imports(name):
         package, *parts = imported.split(".")
         if package == "torch" and any(_is_private(part) for part in parts):
-            yield f"{name}:{line}: {imported}"
-
-
-def _private_attributes(name: str) -> Iterator[str]:
-    """Underscored attributes that the file does not define: torch's, or another file's own."""
+            yield line, imported
+    own = _own_names(name) | DOCUMENTED
     for node in nodes_of(name):
-        if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
+        for touched in _touched(node):
+            if _is_private(touched) and touched not in own:
+                yield node.lineno, ast.unparse(node)  # type: ignore[attr-defined]
+
+
+def _touched(node: ast.AST) -> Iterator[str]:
+    """The attributes that an expression gets, sets or asks for, be they named by text."""
+    match node:
+        case ast.Attribute(attr=attr):
+            yield attr
+        case ast.Call(ast.Name("getattr" | "setattr" | "hasattr" | "delattr"), [_, named, *_]):
+            if isinstance(named, ast.Constant):
+                yield str(named.value)
+        case ast.Subscript(ast.Attribute(attr="__dict__"), ast.Constant(str(attr))):
+            yield attr
+        case ast.Call(keywords=keywords):
+            yield from (each.arg for each in keywords if each.arg)
+
+
+def test_no_class_takes_the_place_of_a_private_name_of_torch() -> None:
+    """A method that overrides one of torch's looks like the file's own."""
+    found = []
+    for name in NAMES:
+        if _part(name) == "_torch" or not any(isinstance(n, ast.ClassDef) for n in nodes_of(name)):
             continue
-        if node.attr not in _own_names(name) | DOCUMENTED:
-            yield f"{name}:{node.lineno}: {ast.unparse(node)}"
+        home = "shardwise." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            continue
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == home:
+                private = {each for each in vars(cls) if _is_private(each)} & _own_names(name)
+                theirs = (base for base in cls.__mro__ if base.__module__.startswith("torch."))
+                found += [f"{name}: {each}" for base in theirs for each in private & {*vars(base)}]
+    assert not found, "give it a public name in a class of _torch/:\n" + "\n".join(found)
+
+
+def test_every_private_name_is_used_in_the_package() -> None:
+    """What nobody here uses is dead, or is a name for which torch asks."""
+    defined: dict[str, str] = {}
+    used: set[str] = set()
+    for name in NAMES:
+        for node in nodes_of(name):
+            match node:
+                case ast.Attribute(attr=attr) | ast.Name(id=attr, ctx=ast.Load()):
+                    used.add(attr)
+                case ast.ClassDef(body=body) | ast.Module(body=body):
+                    for each in body if _part(name) != "_torch" else ():
+                        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+                            defined[each.name] = f"{name}:{each.lineno}: {each.name}"
+                        elif isinstance(each, ast.Assign | ast.AnnAssign):
+                            for target in ast.walk(each):
+                                if isinstance(target, ast.Name) and _is_bound(target):
+                                    defined[target.id] = f"{name}:{each.lineno}: {target.id}"
+    unused = [
+        place
+        for attr, place in defined.items()
+        if _is_private(attr) and not attr.endswith("_") and attr not in used
+    ]
+    assert not unused, "delete these, or name them for torch in _torch/:\n" + "\n".join(unused)
+
+
+def _is_bound(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 @functools.cache

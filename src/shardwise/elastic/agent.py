@@ -34,9 +34,9 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from shardwise._torch.elastic import LocalAgent
 from shardwise.base import plain
 from shardwise.base.errors import UserError
 from shardwise.base.say import say
@@ -109,7 +109,7 @@ class Signals:
         self.noted.append(signum)
 
 
-class Agent(LocalElasticAgent):
+class Agent(LocalAgent):
     """Runs one command as the ranks of this host.
 
     Args:
@@ -181,14 +181,16 @@ class Agent(LocalElasticAgent):
 
     # -- what torch's agent asks for ---------------------------------------------------------------
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the ranks, unless they wait for their next world."""
         verdict = self.meeting.verdict
         if verdict is None or verdict.next is not Next.REGROUP or not self._are_waiting:
-            super()._stop_workers(worker_group)
+            super().stop_workers(worker_group)
         else:
             self.signals.counts_later = self._hold_unsaved
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks, or move those on that wait."""
         self._asked, self._outcome, self._has_shown = False, None, False
         self._timers = Timers(process_clock().now)
         begin = self._move_on if self._are_waiting else self._start_ranks
@@ -207,7 +209,7 @@ class Agent(LocalElasticAgent):
         # tell a stop from a crash.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            pids = super()._start_workers(worker_group)
+            pids = super().start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self.ranks = [
@@ -219,7 +221,7 @@ class Agent(LocalElasticAgent):
             )
             for worker in worker_group.workers
         ]
-        return dict(pids)
+        return pids
 
     def _start_early(self) -> None:
         """Start ranks before their world is known: other hosts train while they import.
@@ -233,7 +235,7 @@ class Agent(LocalElasticAgent):
             worker.global_rank = max(nodes.rank, 0) * self.meeting.nproc + worker.local_rank
             worker.world_size = worker.global_rank + 1
         self.logs.more[EARLY] = "1"
-        self._start_workers(group)
+        self.start_workers(group)
         del self.logs.more[EARLY]
 
         def wait() -> None:
@@ -272,7 +274,8 @@ class Agent(LocalElasticAgent):
             )
         return {worker.local_rank: worker.id for worker in worker_group.workers}
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the ranks and at what the other hosts report, and say what follows."""
         order = self.meeting.order()
         if self._outcome is None:
             self._outcome = self._watch(order)
@@ -295,10 +298,10 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values=ended)
         return RunResult(WorkerState.FAILED)
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.12 added an argument
+    def before_shutdown(self) -> None:
+        """Kill the ranks that still run."""
         # Ranks that torch's agent is still to stop have nothing to save: they would have ended.
         self._kill_ranks()
-        super()._shutdown(*args, **kwargs)
 
     def _say(self, text: str) -> None:
         """Tell the user."""

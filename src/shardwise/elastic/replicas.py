@@ -65,11 +65,11 @@ class _Replica(Agent):
         for rank in self.ranks:
             rank.send(signal.SIGKILL)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._replica = replace(self._replica, restarts=self.meeting.generation)
         self.logs.more |= self._replica.environment()
         self._launcher.in_round.discard(self._replica.number)
-        pids = super()._start_workers(worker_group)
+        pids = super().start_workers(worker_group)
         self._launcher.started(self._replica, [*pids.values()])
         return pids
 

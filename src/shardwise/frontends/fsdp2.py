@@ -422,9 +422,7 @@ def _keep_out_other_parts(
 def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -> None:
     """Mark the modules as sharded, by their class and by attributes that torch looks for."""
     for each in managed:
-        # For torch.compile: hooks outside of its graphs exchange the parameters.
-        each.__dict__["_is_fsdp_managed_module"] = True
-        each.__dict__["_fsdp_use_orig_params"] = True
+        fsdp.mark_managed(each)
     for top in tops:
         fsdp.mark_composable(top, "fully_shard")
         top.__class__ = fsdp_class_of(type(top))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
+from shardwise._torch import fsdp
 from shardwise.base import devices
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
@@ -24,7 +25,7 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.ledger import GradientReductionHandle
 from shardwise.sharding.param import COPIED
-from shardwise.sharding.state import FSDPState, Root, groups_of, require_state, states_of
+from shardwise.sharding.state import Root, groups_of, require_state, states_of
 from shardwise.sharding.states import GroupOrder, GroupState, Phase
 from shardwise.transport.base import Reduce
 
@@ -62,6 +63,7 @@ else:
     _Sharded = TorchFSDPModule
 
 
+@fsdp.module_as_torch_asks(require_state)
 class FSDPModule(_Sharded):
     """The class of a module after :func:`~shardwise.fully_shard`.
 
@@ -677,22 +679,6 @@ class FSDPModule(_Sharded):
         raise _needs_gpu("set_symm_mem_for_comm")
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: every all-gather is asynchronous and allocates on the current stream."""
-
-    def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]
-        """The state of the module, under torch's name for it."""
-        return require_state(self)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply ``to()``, ``cuda()``, ``to_empty()``, ... to the shards."""
-        self.reshard()
-        # Past torch's own FSDPModule, which would look for torch's state.
-        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        for group in require_state(self).groups:
-            group.refresh()
-        return result
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> FSDPModule:
         """Copy the module with its shards; the copy is sharded over the same mesh.

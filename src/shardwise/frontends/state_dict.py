@@ -53,6 +53,7 @@ WRAPPED = "_fsdp_wrapped_module"
 StateDict = dict[str, Any]
 
 
+@fsdp.skipped_in_names(WRAPPED)
 class WrapperModule(nn.Module, HasStateDictKinds):
     """A wrapper that forwards attributes, items and names of the wrapped module.
 
@@ -131,10 +132,6 @@ class WrapperModule(nn.Module, HasStateDictKinds):
             An iterator over names and modules.
         """
         yield from _outside_wrappers(self.get_wrapped(), "", set())
-
-    def _fqn_modifiers(self) -> Mapping[str, str]:
-        """Tell ``torch.distributed.checkpoint`` that names skip the wrapper."""
-        return {"": WRAPPED}
 
     # -- the type of state dicts ---------------------------------------------------------------
 

@@ -315,7 +315,7 @@ def tell_sharded(model: PreTrainedModel, shards: int, replicas: int) -> None:
     except (ImportError, TypeError):  # older than 5.20: its Trainer shards by Accelerate alone
         return
     model.__dict__["_is_distributed_loading_by_transformers"] = True
-    model.__dict__["_is_fsdp_managed_module"] = True
+    fsdp.mark_managed(model)
     model.config.distributed_config = config  # in no config.json
     if config.dp_size == 1:  # it takes a model on one rank for one that is not sharded
         model.__dict__["gather_sharded_state_dict_for_save"] = _gathered_alone

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise._torch import autograd
+from shardwise._torch import autograd, fsdp
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding import states
@@ -442,6 +442,7 @@ class Root:
 _STATE = "_shardwise_state"
 
 
+@fsdp.state_as_torch_asks
 class FSDPState:
     """The state that one ``fully_shard`` call adds to its modules.
 
@@ -591,32 +592,6 @@ class FSDPState:
                     prefix = names.get(owner.module)
                     if prefix is not None:
                         param.form.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
-
-    # -- the names under which torch's own code asks (pipelining, activation checkpointing) --------
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return self.groups
-
-    @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        return self.groups[0] if self.groups else None
-
-    @property
-    def _state_ctx(self) -> Root:
-        return self.root
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.root.end_backward()
-
-    def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        new: tuple[tuple[Any, ...], dict[str, Any]] = self.before_forward(module, args, kwargs)
-        return new
-
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.after_forward(module, args, output)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

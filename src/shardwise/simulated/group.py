@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
+from shardwise._torch.c10d import group_as_torch_asks, work_as_torch_asks
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
 from shardwise.simulated.gloo import Extreme, MemoryFormat, check, is_dense, order_of
@@ -42,6 +42,7 @@ _REDUCTIONS: dict[str, Reduction] = {
 }
 
 
+@work_as_torch_asks
 class SimulatedWork(dist.Work):
     """One rank's part in a collective.
 
@@ -118,10 +119,6 @@ class SimulatedWork(dist.Work):
         if not self.is_over:
             self.turns.yield_turn()
         return self.is_over
-
-    def _source_rank(self) -> int:
-        """Return who sent the message."""
-        return self.sender
 
     def result(self) -> list[torch.Tensor]:
         """Wait, and return what this rank got."""
@@ -280,6 +277,7 @@ def _by_rank(tensors: Sequence[Tensors]) -> list[Tensors]:
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@group_as_torch_asks
 class SimulatedGroup(_ProcessGroup):
     """One rank of a process group: the methods that ``torch.distributed`` calls.
 
@@ -308,14 +306,6 @@ class SimulatedGroup(_ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
         """Return what to call it in logs."""
         return "simulated"
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """Return what torch asks of a backend: what it can do, and its timeout."""
-        return SimpleNamespace(
-            supports_coalescing=False,
-            supports_tensor_alloc=lambda _: False,
-            options=SimpleNamespace(_timeout=default_pg_timeout),
-        )
 
     def _post(
         self,
@@ -547,8 +537,6 @@ class SimulatedGroup(_ProcessGroup):
         return self.recv(tensors, self.channel.sender(self._place, tag), tag)
 
     # Their names before torch 2.13.
-    _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
