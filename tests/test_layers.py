@@ -218,14 +218,20 @@ def test_imports_inside_a_package_point_downward() -> None:
     assert not upward, "\n".join(upward)
 
 
+#: A box of a tensor that moves, of checkpoint/ranks/moving.py, and the rows of a file of Hugging
+#: Face: parts of tensors are to get one geometry, and these one name each with it.
+TWICE = frozenset({"Rows"})
+
+
 def test_no_class_name_stands_twice() -> None:
-    """A name that is searched for leads to one class."""
+    """A name that is searched for leads to one class, with an underscore before it or without."""
     found: dict[str, list[str]] = {}
     for name in NAMES:
         for node in nodes_of(name):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+                found.setdefault(node.name.lstrip("_"), []).append(f"{name}:{node.lineno}")
     twice = [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
+    twice = [each for each in twice if each.partition(":")[0] not in TWICE]
     assert not twice, "say what each is:\n" + "\n".join(twice)
 
 

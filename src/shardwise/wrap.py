@@ -299,26 +299,26 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         The modules; an empty list if nothing in the model is repeated.
     """
     check_arguments(repeated_blocks, locals())
-    return list(_blocks_in(model, _Kind.COMPOSITE) or _blocks_in(model, _Kind.LAYER))
+    return list(_blocks_in(model, _BlockKind.COMPOSITE) or _blocks_in(model, _BlockKind.LAYER))
 
 
-class _Kind(enum.Enum):
+class _BlockKind(enum.Enum):
     """What may be a block."""
 
     COMPOSITE = "composite"  # modules of several layers
     LAYER = "layer"  # plain layers, in a model without such modules
 
 
-class _Place(enum.Enum):
+class _Registration(enum.Enum):
     """Where a module is registered."""
 
     LIST = "list"  # in a list of modules, or in a sequence
     ATTRIBUTE = "attribute"  # under a name of its own
 
 
-def _blocks_in(module: nn.Module, kind: _Kind) -> dict[nn.Module, _Place]:
+def _blocks_in(module: nn.Module, kind: _BlockKind) -> dict[nn.Module, _Registration]:
     """Return the blocks in ``module``, and where each is registered."""
-    found: dict[nn.Module, _Place] = {}
+    found: dict[nn.Module, _Registration] = {}
     members = dict(_members(module))
     for member, place in members.items():
         alike = sum(type(other) is type(member) for other in members)
@@ -327,7 +327,7 @@ def _blocks_in(module: nn.Module, kind: _Kind) -> dict[nn.Module, _Place]:
         own = [
             block
             for block, inner_place in inner.items()
-            if inner_place is _Place.LIST or place is _Place.ATTRIBUTE
+            if inner_place is _Registration.LIST or place is _Registration.ATTRIBUTE
         ]
         is_block = (
             alike > 1
@@ -338,29 +338,31 @@ def _blocks_in(module: nn.Module, kind: _Kind) -> dict[nn.Module, _Place]:
     return found
 
 
-def _members(module: nn.Module, place: _Place | None = None) -> Iterator[tuple[nn.Module, _Place]]:
+def _members(
+    module: nn.Module, place: _Registration | None = None
+) -> Iterator[tuple[nn.Module, _Registration]]:
     """Yield the modules side by side in ``module``, and where each is registered.
 
     The contents of bare lists, which have no forward of their own, are side by side with the list.
     """
     if place is None:
         in_list = isinstance(module, nn.Sequential) or is_bare(module)
-        place = _Place.LIST if in_list else _Place.ATTRIBUTE
+        place = _Registration.LIST if in_list else _Registration.ATTRIBUTE
     for name, child in module.named_children():
         if "expert" in name.lower():
             continue
         if is_bare(child):
-            yield from _members(child, _Place.LIST)
+            yield from _members(child, _Registration.LIST)
         else:
             yield child, place
 
 
-def _can_be_block(module: nn.Module, place: _Place, kind: _Kind) -> bool:
-    if type(module) is nn.Sequential and place is _Place.ATTRIBUTE:
+def _can_be_block(module: nn.Module, place: _Registration, kind: _BlockKind) -> bool:
+    if type(module) is nn.Sequential and place is _Registration.ATTRIBUTE:
         return False  # the name of a part of the model, like layer1 and layer2 of a ResNet
-    if kind is _Kind.COMPOSITE:
+    if kind is _BlockKind.COMPOSITE:
         return _is_composite(module)
-    return place is _Place.LIST and not _is_composite(module) and _numel([module]) > 0
+    return place is _Registration.LIST and not _is_composite(module) and _numel([module]) > 0
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

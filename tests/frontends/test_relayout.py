@@ -277,7 +277,7 @@ def _loses_a_rank(rank: int, world_size: int, moment: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        setattr(moving._Exchange, moment, die)
+        setattr(moving._RowExchange, moment, die)
     with pytest.raises(CheckpointError) as error:
         relayout(model, mesh=mesh)
     assert isinstance(error.value.__cause__, PeerLostError)

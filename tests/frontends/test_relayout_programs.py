@@ -596,7 +596,7 @@ def test_the_copy_of_a_model_stays_where_it_is(rank: int, world_size: int) -> No
 @on_processes(3)
 def test_a_rank_that_fails_is_named_on_all(rank: int, world_size: int, what: str) -> None:
     model, mesh = sharded(mesh_of(3)), mesh_of(2)
-    where = moving._Arrivals if what == "open" else moving._Exchange
+    where = moving._Arrivals if what == "open" else moving._RowExchange
     failing = patch.object(where, what, side_effect=RuntimeError("broken memory"))
     error = pytest.raises(CheckpointError, match="relayout: rank 1: RuntimeError: broken memory")
     with failing if rank == 1 else nullcontext(), error:
@@ -637,8 +637,8 @@ PARTS: dict[str, type] = {
     "take_place": ShardedParam,
     "fill_place": ShardedParam,
     "open": moving._Arrivals,
-    "_at_source": moving._Exchange,
-    "_at_target": moving._Exchange,
+    "_at_source": moving._RowExchange,
+    "_at_target": moving._RowExchange,
     "install": moving._Arrivals,
 }
 MAKERS: dict[str, Callable[[nn.Module, Path], torch.optim.Optimizer]] = {

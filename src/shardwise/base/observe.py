@@ -119,7 +119,7 @@ _observer: Observer | None = None
 #: Who watches while nobody else does.
 _bystander: Observer | None = None
 #: The storages whose memory has been reported to an observer and not been freed, by their ids.
-_known: dict[int, _Held] = {}
+_known: dict[int, _ReportedStorage] = {}
 
 
 @contextlib.contextmanager
@@ -238,14 +238,14 @@ def memory_of(kind: Memory, name: str, *tensors: torch.Tensor) -> None:
         key = id(storage)  # torch keeps the object as long as the memory
         known = _known.get(key)
         if (known is None or known.observer is not observer) and (nbytes := storage.nbytes()):
-            held = _Held(storage, _free)
+            held = _ReportedStorage(storage, _free)
             held.key, held.kind, held.name, held.nbytes = key, kind, name, nbytes
             held.observer = observer
             _known[key] = held
             observer.memory(kind, name, nbytes)
 
 
-class _Held(weakref.ref[torch.UntypedStorage]):
+class _ReportedStorage(weakref.ref[torch.UntypedStorage]):
     """A storage whose memory has been reported.
 
     ``weakref.finalize`` would do, and takes twice as long: there is one for each gradient.
@@ -260,7 +260,7 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
 
 def _free(held: weakref.ref[torch.UntypedStorage]) -> None:
-    assert isinstance(held, _Held)
+    assert isinstance(held, _ReportedStorage)
     if _known.get(held.key) is held:
         del _known[held.key]
         held.observer.memory(held.kind, held.name, -held.nbytes)

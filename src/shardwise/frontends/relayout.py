@@ -82,7 +82,7 @@ def relayout(
     own: Training = (model, optimizer)
     with autograd.no_grad():
         claims = ranks.together(_DOING, lambda: _claim(given), _all_claims)
-        layout = ranks.all(_DOING, lambda: _Layout.of(model, mesh, strategy, group))
+        layout = ranks.all(_DOING, lambda: _TargetLayout.of(model, mesh, strategy, group))
         move(
             own if dist.get_rank() in _holders(claims) else None,
             own if layout.places else None,
@@ -94,7 +94,7 @@ def relayout(
 
 
 @dataclass
-class _Layout:
+class _TargetLayout:
     """The layout that a model will have.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Layout:
         mesh: DeviceMesh | None,
         strategy: str | Strategy | ShardingStrategy | None,
         group: dist.ProcessGroup | None,
-    ) -> _Layout:
+    ) -> _TargetLayout:
         """Make what is needed, with the other ranks of the mesh, without changing the model.
 
         Raises:

@@ -108,7 +108,11 @@ class _ObservedGroup:
 
         try:
             try:
-                group.collectives = _AllGather(gather, self), _ReduceScatter(scatter, self), hook
+                group.collectives = (
+                    _ObservedAllGather(gather, self),
+                    _ObservedReduceScatter(scatter, self),
+                    hook,
+                )
                 for module in group.modules:
                     hooks.append(module.register_forward_pre_hook(self._begin_forward))
                     hooks.append(module.register_forward_hook(self._end_forward, prepend=True))
@@ -225,7 +229,7 @@ class _ObservedWork(dist.Work):
         return True
 
 
-class _AllGather:
+class _ObservedAllGather:
     """The all-gather of an observed group. Source: torch's ``FSDPModule.set_custom_all_gather``."""
 
     def __init__(self, inner: AllGather | ReduceScatter, group: _ObservedGroup) -> None:
@@ -253,7 +257,7 @@ class _AllGather:
         return self._group.run(Activity.ALL_GATHER, launch, tensors, group, async_op)
 
 
-class _ReduceScatter(_AllGather):
+class _ObservedReduceScatter(_ObservedAllGather):
     """The reduce-scatter of one; see torch's ``FSDPModule.set_custom_reduce_scatter``."""
 
     _is_prepared = False

@@ -70,7 +70,7 @@ class _Remedy(enum.Enum):
     GRADIENT = "compute what reads parameters in the loss, such as a penalty, on `p.full_tensor()`"
 
 
-class _Memory(enum.Enum):
+class _ResultMemory(enum.Enum):
     """Where what an operation has made is, on one rank."""
 
     NONE = "it has no elements here, or is no DTensor"
@@ -121,10 +121,10 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
             f"model: found a {type(model).__name__} without a DTensor among its parameters; call "
             "fully_shard first, and enter the audit between steps"
         )
-    ranks = _Ranks(seconds)
+    ranks = _MeshRanks(seconds)
     for mesh in dict.fromkeys(meshes):
         ranks.meet(mesh, "the beginning of the audit", None)
-    comparison = _Comparison(model, ranks)
+    comparison = _OperationCheck(model, ranks)
     try:
         with _Functions(comparison), _Operations(comparison):
             yield
@@ -135,14 +135,14 @@ def audit(model: nn.Module, *, seconds: float = 60.0) -> Iterator[None]:
         ranks.leave(f"{type(error).__name__}: {error}")
         raise
     for mesh in dict.fromkeys(meshes):
-        comparison.settle(mesh, _Call("the end of the audit"), comparison.misplaced_gradient())
+        comparison.settle(mesh, _Operation("the end of the audit"), comparison.misplaced_gradient())
 
 
 class _FoundError(ValueError):
     """What all ranks have found together."""
 
 
-class _Ranks:
+class _MeshRanks:
     """The ranks of each mesh, which meet before and after every operation.
 
     Args:
@@ -189,7 +189,7 @@ def _groups(peers: Peers) -> dict[tuple[float, ...], dist.ProcessGroup]:
     return {}
 
 
-class _Call:
+class _Operation:
     """One operation.
 
     Args:
@@ -226,7 +226,7 @@ class _Call:
         return self.made(result, {key: others[key] for key in self.written})
 
 
-class _Comparison:
+class _OperationCheck:
     """Holds operations on ``DTensor``s against the same ones on full tensors.
 
     Args:
@@ -234,7 +234,7 @@ class _Comparison:
         ranks: the ranks, which meet.
     """
 
-    def __init__(self, model: nn.Module, ranks: _Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: _MeshRanks) -> None:
         self._model = model
         self._ranks = ranks
         # By local tensors: of one that is referenced weakly, torch swaps no memory, as to() does.
@@ -252,7 +252,7 @@ class _Comparison:
 
     def run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operation of the program, and compare it."""
-        call = _Call(function, (args, kwargs))
+        call = _Operation(function, (args, kwargs))
         if call.name in _ALIASES:  # which needs no other rank
             result = function(*args, **kwargs)
             self._follow(call, call.made(result, {}))
@@ -288,7 +288,7 @@ class _Comparison:
             self.settle(mesh, call, found or _difference(call, full, expected, larger))
         return result
 
-    def settle(self, mesh: DeviceMesh, call: _Call, found: _Finding | None) -> None:
+    def settle(self, mesh: DeviceMesh, call: _Operation, found: _Finding | None) -> None:
         """Exchange what ranks have found, and raise on all if one has found something."""
         told = {k: v for k, v in self._ranks.meet(mesh, call.doing, found).items() if v is not None}
         if not told:
@@ -309,7 +309,7 @@ class _Comparison:
         """Compare a tensor with what was assigned to its ``data``."""
         if dtensor.storage_of(value) == dtensor.storage_of(tensor):
             return
-        call = _Call("the assignment to .data", ((tensor,), {}))
+        call = _Operation("the assignment to .data", ((tensor,), {}))
         self._ranks.meet(tensor.device_mesh, call.doing, None)
         whole = _full(value) if isinstance(value, DTensor) else value
         lost = _Remedy.ASSIGNMENT, "the values of before, expected those that were assigned"
@@ -331,7 +331,7 @@ class _Comparison:
     # -- what an operation leaves behind ---------------------------------------------------------
 
     def _follow(
-        self, call: _Call, made: list[Any], memory: Sequence[Sequence[_Memory]] = ()
+        self, call: _Operation, made: list[Any], memory: Sequence[Sequence[_ResultMemory]] = ()
     ) -> None:
         """Note what tensors are computed from, and which views have memory of their own.
 
@@ -350,12 +350,12 @@ class _Comparison:
                 self._origins[local] = self._origins.get(dtensor.plain(source), source)
                 if fake.only_views(call.function):
                     found = {of_rank[at] for of_rank in memory}
-                    apart = _Memory.OWN in found and _Memory.SHARED not in found
+                    apart = _ResultMemory.OWN in found and _ResultMemory.SHARED not in found
                     self._views[local] = viewed, is_copy or apart
                     if stale is not None:
                         self._stale[local] = stale
 
-    def _lost_write(self, call: _Call) -> _Finding | None:
+    def _lost_write(self, call: _Operation) -> _Finding | None:
         """Find what was written to a view and does not reach what it is a view of."""
         for tensor in call.written.values():
             base, is_copy = self._views.get(dtensor.plain(tensor), (tensor, False))
@@ -383,7 +383,7 @@ class _Comparison:
         name = self._exact_name_of(self._origins.get(dtensor.plain(tensor), tensor))
         return name and f"what was computed from {name}"
 
-    def _compare_random(self, mesh: DeviceMesh, call: _Call, made: list[Any]) -> None:
+    def _compare_random(self, mesh: DeviceMesh, call: _Operation, made: list[Any]) -> None:
         """Find ranks that drew the same for different rows, or something else for the same."""
         drawn = [each for each in made if isinstance(each, DTensor) and each.device_mesh == mesh]
         digests = [_digest(dtensor.local_of(each)) for each in drawn]
@@ -404,7 +404,7 @@ class _Comparison:
 
 
 def _difference(
-    call: _Call, made: list[Any], expected: list[Any], larger: list[Any] | None = None
+    call: _Operation, made: list[Any], expected: list[Any], larger: list[Any] | None = None
 ) -> _Finding | None:
     """Find the first result that is not as expected but for rounding.
 
@@ -426,7 +426,7 @@ def _difference(
 
 
 def _is_close(
-    call: _Call, found: torch.Tensor, want: torch.Tensor, size: torch.Tensor, units: int
+    call: _Operation, found: torch.Tensor, want: torch.Tensor, size: torch.Tensor, units: int
 ) -> bool:
     """Whether two tensors are equal but for some units of rounding of the largest values."""
     if found.shape != want.shape or found.dtype != want.dtype:
@@ -449,19 +449,19 @@ def _in_words(found: torch.Tensor, want: torch.Tensor) -> str:
     return f"{found[at].item():.6g}{place}, expected {want[at].item():.6g} as of the full tensor"
 
 
-def _memory(call: _Call, made: list[Any]) -> list[_Memory]:
+def _memory(call: _Operation, made: list[Any]) -> list[_ResultMemory]:
     """Say where what an operation has made is, on this rank."""
     base = dtensor.storage_of(call.operands[0])
 
-    def of(value: Any) -> _Memory:
+    def of(value: Any) -> _ResultMemory:
         if not isinstance(value, DTensor) or not dtensor.plain(value).numel():
-            return _Memory.NONE
-        return _Memory.SHARED if dtensor.storage_of(value) == base else _Memory.OWN
+            return _ResultMemory.NONE
+        return _ResultMemory.SHARED if dtensor.storage_of(value) == base else _ResultMemory.OWN
 
     return [of(each) for each in made]
 
 
-def _remedy_for(call: _Call) -> _Remedy:
+def _remedy_for(call: _Operation) -> _Remedy:
     if "loss" in call.name or "binary_cross_entropy" in call.name:
         return _Remedy.LOSS
     return _Remedy.FOREACH if "_foreach_" in call.name else _Remedy.VALUE
@@ -522,7 +522,7 @@ def _line() -> str:
 class _Operations(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees operations as they are dispatched, in forward, in backward and between them."""
 
-    def __init__(self, comparison: _Comparison) -> None:
+    def __init__(self, comparison: _OperationCheck) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._comparison = comparison
 
@@ -536,7 +536,7 @@ class _Operations(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Functions(TorchFunctionMode):
     """Sees functions as the program calls them: for lines of backward, and assignments to data."""
 
-    def __init__(self, comparison: _Comparison) -> None:
+    def __init__(self, comparison: _OperationCheck) -> None:
         super().__init__()
         self._comparison = comparison
 

@@ -185,14 +185,14 @@ class MomentScratch:
         self._index = torch.empty(self.size, dtype=torch.int64, device=device)
         self._bits = torch.empty(self.size, dtype=torch.int32, device=device)
 
-    def matrices(self, rows: int, columns: int) -> _Work:
+    def matrices(self, rows: int, columns: int) -> _MatrixBatch:
         """Matrices to work in; ``rows * columns`` is at most ``size``."""
         every = (*self._floats, self._index, self._bits)
-        return _Work(*(each[: rows * columns].view(rows, columns) for each in every))
+        return _MatrixBatch(*(each[: rows * columns].view(rows, columns) for each in every))
 
 
 @dataclass(frozen=True)
-class _Work:
+class _MatrixBatch:
     """Contiguous matrices of one size.
 
     Attributes:
@@ -314,7 +314,7 @@ class Update:
         assert self._blocks is not None
         return self._blocks.tiles(self._scratch.size)
 
-    def _advanced(self, tile: Tile) -> _Work:
+    def _advanced(self, tile: Tile) -> _MatrixBatch:
         """Decode the moments of a tile, and take in the gradient."""
         at = (tile.rows, tile.columns)
         codes = [moment[at] for moment in self._moments]
@@ -333,7 +333,7 @@ class Update:
         self._take_in(work, self._grad[at])
         return work
 
-    def _take_in(self, work: _Work, grad: Tensor) -> None:
+    def _take_in(self, work: _MatrixBatch, grad: Tensor) -> None:
         """Add a gradient's share to both moments, which have decayed."""
         beta1, beta2 = self._betas
         if grad.dtype != torch.float32:
@@ -341,7 +341,7 @@ class Update:
         work.first.add_(torch.mul(grad, 1 - beta1, out=work.free))
         work.second.add_(torch.mul(grad, grad, out=work.free).mul_(1 - beta2))
 
-    def _descend(self, work: _Work, param: Tensor) -> None:
+    def _descend(self, work: _MatrixBatch, param: Tensor) -> None:
         """Update part of the parameter by its moments, which are overwritten."""
         step = torch.sqrt(work.second, out=work.free).mul_(self._root).add_(self._eps)
         torch.div(work.first, step, out=step).mul_(self._size)
@@ -391,7 +391,7 @@ def agree_on_scales(updates: Sequence[Update]) -> None:
     scales.run()
 
 
-def _largest(work: _Work, tile: Tile) -> list[Tensor]:
+def _largest(work: _MatrixBatch, tile: Tile) -> list[Tensor]:
     """The largest absolute value of each block, for both moments; second moments have no sign."""
     torch.abs(work.first, out=work.free)
     return [_by_block(each, tile).amax(-1) for each in (work.free, work.second)]

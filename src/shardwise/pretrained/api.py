@@ -292,7 +292,7 @@ Unconverted = tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SavePlan:
     """How weights become those of a file.
 
     Attributes:
@@ -320,7 +320,7 @@ class _SavedWeights:
         self._model = model
         self._read = self._own_tensors if read is None else read
         self._reversal: Reversal | None = None
-        self._plan = _Plan({}, {}, [])
+        self._plan = _SavePlan({}, {}, [])
 
     def __call__(self) -> Contents:
         """Find what to write: weights by their names in the files, and those to convert.
@@ -397,7 +397,7 @@ class _SavedWeights:
         return tensors, []
 
 
-def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
+def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _SavePlan:
     empty = {
         name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
         for name, info in infos.items()
@@ -422,4 +422,4 @@ def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
         for target, each in planned.items()
         if target not in made_of_others
     }
-    return _Plan(infos, renamed, converted)
+    return _SavePlan(infos, renamed, converted)

@@ -72,7 +72,7 @@ class FillPlan:
     """
 
     direct: dict[str, StatePath] = field(default_factory=dict)
-    converted: dict[str, _Conversion] = field(default_factory=dict)
+    converted: dict[str, _FileConversion] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
     def shape_of(self, name: str, source: Source) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class FillPlan:
 
 
 @dataclass
-class _Conversion:
+class _FileConversion:
     """Tensors of a file that become others.
 
     Attributes:
@@ -245,7 +245,7 @@ def plan_filling(conversions: hf.Conversions, source: Source) -> FillPlan:
     """
     plan = FillPlan()
     stored = model_tensors(source)
-    jobs: dict[str, _Conversion] = {}
+    jobs: dict[str, _FileConversion] = {}
     for name in hf.natural_order(stored):
         target, pattern = conversions.target_of(name)
         if target not in conversions.names:
@@ -253,7 +253,7 @@ def plan_filling(conversions: hf.Conversions, source: Source) -> FillPlan:
         elif pattern is None:
             plan.direct.setdefault(target, stored[name])
         else:
-            job = jobs.setdefault(target, _Conversion(target))
+            job = jobs.setdefault(target, _FileConversion(target))
             job.sources.setdefault(pattern, []).append(stored[name])
     for job in jobs.values():
         _convert(job, conversions, source)
@@ -261,7 +261,7 @@ def plan_filling(conversions: hf.Conversions, source: Source) -> FillPlan:
     return plan
 
 
-def _convert(job: _Conversion, conversions: hf.Conversions, source: Source) -> None:
+def _convert(job: _FileConversion, conversions: hf.Conversions, source: Source) -> None:
     """Find out what a conversion makes, without reading anything.
 
     Raises:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FilePiece:
     """A box of the result, and the box of a tensor in the files that it is.
 
     Attributes:
@@ -38,7 +38,7 @@ class _Piece:
     origin: tuple[int, ...]
     dims: tuple[int | None, ...]
 
-    def moved(self, dim: int, by: int) -> _Piece:
+    def moved(self, dim: int, by: int) -> _FilePiece:
         """The same piece of a result in which it lies further back."""
         offsets = (
             *self.box.offsets[:dim],
@@ -47,7 +47,7 @@ class _Piece:
         )
         return replace(self, box=Box(offsets, self.box.sizes))
 
-    def within(self, box: Box) -> _Piece | None:
+    def within(self, box: Box) -> _FilePiece | None:
         """The part of the piece inside a box of the result."""
         common = self.box.intersection(box)
         if common is None:
@@ -84,7 +84,7 @@ class Pieced:
         pieces: boxes that cover it without overlap.
     """
 
-    def __init__(self, shape: Sequence[int], pieces: Sequence[_Piece]) -> None:
+    def __init__(self, shape: Sequence[int], pieces: Sequence[_FilePiece]) -> None:
         self.shape = torch.Size(shape)
         self._pieces = pieces
 
@@ -93,7 +93,7 @@ class Pieced:
         """A tensor of the files as it is."""
         shape = source.tensors[path].shape
         dims = tuple(range(len(shape)))
-        return cls(shape, [_Piece(full_box(shape), path, (0,) * len(shape), dims)])
+        return cls(shape, [_FilePiece(full_box(shape), path, (0,) * len(shape), dims)])
 
     def read(self, source: Source, window: ReadWindow, box: Box, into: torch.Tensor) -> None:
         """Read a box of the result.
@@ -230,7 +230,7 @@ class Pieced:
 def _cat(tensors: Sequence[Pieced], dim: int = 0) -> Pieced:
     first = tensors[0]
     dim %= first.ndim
-    made: list[_Piece] = []
+    made: list[_FilePiece] = []
     length = 0
     for each in tensors:
         rest = [(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (first, each)]

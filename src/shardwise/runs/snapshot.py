@@ -29,7 +29,7 @@ POINTS = 1000  # of a curve; more than pixels of a chart have no use
 MOST_NAMES = 64  # a training has ten; a damaged file may have any number
 
 
-class _Bucket:
+class _StepBucket:
     """What a few consecutive steps had of each value: sum, count, lowest, highest."""
 
     __slots__ = ("last", "values")
@@ -71,7 +71,7 @@ class Curves:
     def __init__(self, points: int = POINTS) -> None:
         self._points = points
         self._width = 1  # steps of a bucket
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _StepBucket] = {}
         self._names: dict[str, None] = {}  # in the order in which they came
         self._not_finite: dict[str, list[int]] = {}  # how many steps, and the first one
 
@@ -80,7 +80,7 @@ class Curves:
         key = step // self._width
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = _Bucket(step)
+            bucket = _StepBucket(step)
         elif step > bucket.last:
             bucket.last = step
         names = self._names
@@ -101,7 +101,7 @@ class Curves:
         before, self._buckets = self._buckets, {}
         self._width *= 2
         for bucket in before.values():
-            wider = self._buckets.setdefault(bucket.last // self._width, _Bucket(bucket.last))
+            wider = self._buckets.setdefault(bucket.last // self._width, _StepBucket(bucket.last))
             wider.last = max(wider.last, bucket.last)
             for name, (value, count, low, high) in bucket.values.items():
                 wider.add(name, value, count, low, high)

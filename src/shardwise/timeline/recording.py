@@ -156,14 +156,16 @@ class Recording:
                 make_folder(self.folder)
             return own_clock(self._now)
         doing = "the beginning of a recording"
-        mine = _Arrival.after(observe.check_unobserved, ClockReport(clock_of_host(), self._now()))
+        mine = _RankArrival.after(
+            observe.check_unobserved, ClockReport(clock_of_host(), self._now())
+        )
         turns = peers.once(first_turns)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
             said = meeting.meet(
                 plain.written(mine).decode(), waiting_for(peers, doing, self._patience)
             )
-        arrivals = {rank: plain.read(_Arrival, text.encode()) for rank, text in said.items()}
+        arrivals = {rank: plain.read(_RankArrival, text.encode()) for rank, text in said.items()}
         turns.late = peers.rank not in arrivals
         for each in (mine, *arrivals.values()):
             each.check()
@@ -197,12 +199,12 @@ class Recording:
                 if self.folder is not None:
                     make_folder(self.folder)
 
-            made = _Arrival.after(prepare, self._clocks[first])
+            made = _RankArrival.after(prepare, self._clocks[first])
             peers.store.set(key, plain.written(made).decode())
         else:
             doing = "the beginning of a recording"
             text = peers.call(lambda: peers.store.get(key), doing, [first])
-            made = plain.read(_Arrival, text)
+            made = plain.read(_RankArrival, text)
         made.check()
 
     def _end(self, peers: Peers) -> Meeting:
@@ -312,7 +314,7 @@ def record(
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _RankArrival:
     """What a rank says when it comes.
 
     Attributes:
@@ -328,7 +330,7 @@ class _Arrival:
     file: str | None = None
 
     @classmethod
-    def after(cls, prepare: Callable[[], object], clock: ClockReport) -> _Arrival:
+    def after(cls, prepare: Callable[[], object], clock: ClockReport) -> _RankArrival:
         """Prepare, and return what came of it."""
         try:
             prepare()

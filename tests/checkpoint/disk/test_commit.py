@@ -133,7 +133,7 @@ def test_a_partial_folder_has_a_lock_before_another_process_can_clean(
     """A cleaner that comes between the making of the folder and its lock has to wait."""
     lock, cleaners = commit._try_lock, []
 
-    def lock_late(handle: int) -> commit._Lock:
+    def lock_late(handle: int) -> commit._LockAttempt:
         if not cleaners and (tmp_path / ".a.partial").exists():
             cleaners.append(threading.Thread(target=commit.clean, args=(tmp_path,)))
             cleaners[0].start()

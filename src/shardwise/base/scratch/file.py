@@ -51,7 +51,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KeptPart = tuple[int, torch.Tensor]
 
 
-class _Handle:
+class _Descriptor:
     """A descriptor that is open as long as the file, or a map of it, is used.
 
     Args:
@@ -63,7 +63,7 @@ class _Handle:
         weakref.finalize(self, os.close, number)
 
 
-class _Extent(mmap.mmap):
+class _MappedPart(mmap.mmap):
     """A part of the file that is mapped, which its memory keeps when the file has gone.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Extent(mmap.mmap):
         nbytes: how long it is.
     """
 
-    handle: _Handle
+    handle: _Descriptor
     offset: int
     address: int
     nbytes: int
@@ -93,7 +93,7 @@ class ScratchFile:
         self._folder = folder.absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._handle = _Handle(_open_nameless(folder))
+            self._handle = _Descriptor(_open_nameless(folder))
         except OSError as error:
             raise OffloadError(
                 f"offload: found no way to make a file in {folder} ({error.strerror}), expected a "
@@ -102,7 +102,7 @@ class ScratchFile:
         self._file = self._handle.number
         self._nbytes = 0
         self._end = 0  # of what was ever allocated
-        self._extents: list[_Extent] = []  # in the order of their offsets
+        self._extents: list[_MappedPart] = []  # in the order of their offsets
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._failed: OffloadError | None = None
         self._process = os.getpid()
@@ -282,7 +282,7 @@ class ScratchFile:
         for size in (max(least, _EXTENT, offset // 4 // unit * unit), least):
             try:
                 os.ftruncate(self._file, offset + size)
-                made = _Extent(self._file, size, offset=offset)
+                made = _MappedPart(self._file, size, offset=offset)
             except OSError:
                 if size == least:
                     raise
@@ -302,7 +302,7 @@ class ScratchFile:
                 os.ftruncate(self._file, self._end)
                 os.ftruncate(self._file, last.offset + last.nbytes)
 
-    def _extent_of(self, tensor: torch.Tensor) -> _Extent | None:
+    def _extent_of(self, tensor: torch.Tensor) -> _MappedPart | None:
         """The extent that a tensor of the host lies in."""
         if not tensor.nbytes:
             return None
@@ -367,7 +367,7 @@ def file_in(folder: Path) -> ScratchFile:
 
 _shared: weakref.WeakValueDictionary[tuple[int, Path], ScratchFile] = weakref.WeakValueDictionary()
 #: What this process has mapped, which may outlive its file.
-_mapped: weakref.WeakSet[_Extent] = weakref.WeakSet()
+_mapped: weakref.WeakSet[_MappedPart] = weakref.WeakSet()
 
 
 def _isolate() -> None:

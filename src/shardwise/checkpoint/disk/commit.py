@@ -321,7 +321,7 @@ def clean(root: Path) -> None:
     That is every partial folder that is not locked, and that contains only files of
     checkpoints. Where the file system has no locks, nothing counts as a leftover.
     """
-    _delete_leftovers(root, None, {_Lock.HELD})
+    _delete_leftovers(root, None, {_LockAttempt.HELD})
 
 
 def delete_partial(folder: Path) -> None:
@@ -337,10 +337,12 @@ def delete_partial(folder: Path) -> None:
         OSError: it cannot be deleted.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        _delete_leftovers(folder.parent, partial_of(folder), {_Lock.HELD, _Lock.UNSUPPORTED})
+        _delete_leftovers(
+            folder.parent, partial_of(folder), {_LockAttempt.HELD, _LockAttempt.UNSUPPORTED}
+        )
 
 
-def _delete_leftovers(root: Path, only: Path | None, free: Collection[_Lock]) -> None:
+def _delete_leftovers(root: Path, only: Path | None, free: Collection[_LockAttempt]) -> None:
     """Delete partial folders, all of ``root`` or one, whose locks are in one of these states."""
     doomed = []
     with contextlib.ExitStack() as held:
@@ -500,7 +502,7 @@ def _names_locked(root: Path) -> Iterator[None]:
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with LockHandle(handle):  # which ends also where Ctrl-C comes before the end of this block
         deadline = time.monotonic() + _MOST_SECONDS
-        while _try_lock(handle) is _Lock.TAKEN:
+        while _try_lock(handle) is _LockAttempt.TAKEN:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{root}: another process has held its lock for {_MOST_SECONDS:g} s, expected "
@@ -510,7 +512,7 @@ def _names_locked(root: Path) -> Iterator[None]:
         yield
 
 
-class _Lock(enum.Enum):
+class _LockAttempt(enum.Enum):
     """The result of an attempt to lock a folder."""
 
     HELD = "held"
@@ -519,7 +521,7 @@ class _Lock(enum.Enum):
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[_Lock]:
+def _locked(folder: Path) -> Iterator[_LockAttempt]:
     """Hold the lock of a folder, unless another process does.
 
     Raises:
@@ -530,12 +532,12 @@ def _locked(folder: Path) -> Iterator[_Lock]:
         yield _try_lock(handle)
 
 
-def _try_lock(handle: int) -> _Lock:
+def _try_lock(handle: int) -> _LockAttempt:
     """Try to lock an open folder. The lock lasts until it is closed or the process ends."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _Lock.TAKEN
+        return _LockAttempt.TAKEN
     except OSError:
-        return _Lock.UNSUPPORTED
-    return _Lock.HELD
+        return _LockAttempt.UNSUPPORTED
+    return _LockAttempt.HELD

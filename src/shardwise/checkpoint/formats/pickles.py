@@ -123,7 +123,7 @@ def load(
     """
     try:
         most = FREE + max(size, len(data)) - len(data)
-        found = _Machine(data, find_class, persistent_load, most).run(most_steps)
+        found = _StackMachine(data, find_class, persistent_load, most).run(most_steps)
     except (IndexError, struct.error, UnicodeDecodeError):
         raise PickleError("it is damaged or truncated") from None
     check_tree(found, len(data))
@@ -158,7 +158,7 @@ def check_tree(value: Any, size: int) -> None:
     raise PickleError(f"it has more than {MAX_DEPTH // 2} levels of nesting")
 
 
-class _Machine:
+class _StackMachine:
     """The stack machine that a pickle is a program of; one method for each kind of step."""
 
     def __init__(
@@ -398,23 +398,23 @@ def _is_opaque(value: Any) -> bool:
 
 
 _STOP = pickle.STOP[0]
-_STEPS: Mapping[int, Callable[[_Machine], Any]] = {
+_STEPS: Mapping[int, Callable[[_StackMachine], Any]] = {
     opcode[0]: step
     for opcode, step in {
         pickle.PROTO: lambda m: m.take(1),
         pickle.FRAME: lambda m: m.take(8),
-        pickle.MARK: _Machine.mark,
-        pickle.MEMOIZE: _Machine.memoize,
+        pickle.MARK: _StackMachine.mark,
+        pickle.MEMOIZE: _StackMachine.memoize,
         pickle.BINPUT: lambda m: m.put(m.byte()),
         pickle.LONG_BINPUT: lambda m: m.put(m.number("<I")),
         pickle.BINGET: lambda m: m.get(m.byte()),
         pickle.LONG_BINGET: lambda m: m.get(m.number("<I")),
         pickle.GLOBAL: lambda m: m.find(m.line(), m.line()),
-        pickle.STACK_GLOBAL: _Machine.find_on_stack,
-        pickle.REDUCE: _Machine.make,
-        pickle.NEWOBJ: _Machine.make,
-        pickle.BUILD: _Machine.build,
-        pickle.BINPERSID: _Machine.push_persistent,
+        pickle.STACK_GLOBAL: _StackMachine.find_on_stack,
+        pickle.REDUCE: _StackMachine.make,
+        pickle.NEWOBJ: _StackMachine.make,
+        pickle.BUILD: _StackMachine.build,
+        pickle.BINPERSID: _StackMachine.push_persistent,
         pickle.EMPTY_DICT: lambda m: m.push_container({}),
         pickle.EMPTY_LIST: lambda m: m.push_container([]),
         pickle.EMPTY_TUPLE: lambda m: m.push(()),
@@ -433,7 +433,7 @@ _STEPS: Mapping[int, Callable[[_Machine], Any]] = {
         pickle.BININT: lambda m: m.push(m.number("<i")),
         pickle.BININT1: lambda m: m.push(m.byte()),
         pickle.BININT2: lambda m: m.push(m.number("<H")),
-        pickle.LONG1: _Machine.push_long,
+        pickle.LONG1: _StackMachine.push_long,
         pickle.BINFLOAT: lambda m: m.push(m.number(">d")),
         pickle.SHORT_BINUNICODE: lambda m: m.push_text("<B"),
         pickle.BINUNICODE: lambda m: m.push_text("<I"),

@@ -252,7 +252,7 @@ class _PickledNames:
             ("_rebuild_device_tensor_from_cpu_tensor", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
-            ("_rebuild_wrapper_subclass", _UTILS): _Shard,
+            ("_rebuild_wrapper_subclass", _UTILS): _SubclassTensor,
             ("_rebuild_from_type_v2", "torch._tensor"): self._from_type,
         }
         self._own = {key: Constructor(key[0], make) for key, make in own.items()}
@@ -309,7 +309,7 @@ class _PickledNames:
         made = make.make(inner)
         if isinstance(kind, Constructor) and kind.name in self.unknown:
             return opaque(kind.name).make(())
-        if not isinstance(made, _Shard):
+        if not isinstance(made, _SubclassTensor):
             return _is_tensor(made)
         attributes: dict[str, Any] = {}
         for each in state if isinstance(state, tuple) else (state,):
@@ -353,7 +353,7 @@ class _PickledNames:
         return StoredTensor(info, begin, steps, _bits(metadata, dtype))
 
 
-class _Shard:
+class _SubclassTensor:
     """A tensor of a subclass whose parts are not known yet, only the subclass and the shape."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:

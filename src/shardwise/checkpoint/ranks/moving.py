@@ -440,7 +440,7 @@ class _Move:
 
         arrivals = self._arrivals = self._ranks.all(self._doing, start)
         open_part = (lambda entry: None) if arrivals is None else arrivals.open
-        exchange = _Exchange(self._ranks, self._doing, self._held, open_part, check)
+        exchange = _RowExchange(self._ranks, self._doing, self._held, open_part, check)
         for some in _some_at_a_time(self._entries):
             exchange.run(some)
             names = [entry.fqn for entry in some]
@@ -529,7 +529,7 @@ def hand_over(mine: Departure, leaving: Set[int]) -> None:
                     return box, mine.add(entry, box)
             return None
 
-        exchange = _Exchange(ranks, doing, mine, take)
+        exchange = _RowExchange(ranks, doing, mine, take)
         for some in _some_at_a_time(entries):
             exchange.run(some)
 
@@ -782,7 +782,7 @@ class _Rows:
         return -(-self.box.numel * self.entry.itemsize // _ALIGNED) * _ALIGNED
 
 
-class _Exchange:
+class _RowExchange:
     """Tensors that travel, some at a time.
 
     A rank that cannot read or write its rows goes on until the next time that all ranks agree: the

@@ -88,7 +88,7 @@ def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = No
     """Report the layout of every parameter, without values; see :func:`shardwise.inspect`."""
     found = parameters_of(model)
     grid = _grid(found, mesh)
-    reader = _Reader(grid)
+    reader = _ParamReader(grid)
     return Report(
         model=name or fsdp.original_class(model).__name__,
         grid=grid,
@@ -126,7 +126,7 @@ def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam | None, str]]:
     return forms
 
 
-class _Reader:
+class _ParamReader:
     """Reports parameters; those that are sharded alike share one tiling."""
 
     def __init__(self, grid: Grid) -> None:

@@ -213,7 +213,7 @@ def sent(start: Start) -> int:
     return 2 * once if start.activity is Activity.ALL_REDUCE else once
 
 
-class _Part(enum.Enum):
+class _DeviceWork(enum.Enum):
     """What the device does, or waits for."""
 
     PRODUCTS = "matrix products"
@@ -237,7 +237,7 @@ class _Replay:
         self._wires: dict[str, float] = defaultdict(float)
         self._starts: dict[int, Start] = {}
         self._ends: dict[int, float] = {}
-        self._spent: dict[_Part, float] = defaultdict(float)
+        self._spent: dict[_DeviceWork, float] = defaultdict(float)
         self._exposed: dict[str, float] = defaultdict(float)
         self._spans: list[Span] = []
         self._open: tuple[Activity, str, float] | None = None
@@ -268,9 +268,9 @@ class _Replay:
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
         if op.phase is StepPhase.OPTIMIZER:
-            part = _Part.OPTIMIZER
+            part = _DeviceWork.OPTIMIZER
         else:
-            part = _Part.PRODUCTS if op.flops else _Part.MEMORY
+            part = _DeviceWork.PRODUCTS if op.flops else _DeviceWork.MEMORY
         self._spent[part] += seconds
 
     def _issue(self, seconds: float) -> None:
@@ -280,7 +280,7 @@ class _Replay:
 
     def _idle(self, until: float) -> None:
         if until > self._now:
-            self._spent[_Part.HOST] += until - self._now
+            self._spent[_DeviceWork.HOST] += until - self._now
             self._now = until
 
     def _start(self, start: Start) -> None:
@@ -357,16 +357,16 @@ class _Replay:
 
     def _summary(self, seconds: float) -> StepTime:
         spent, log = self._spent, self._log
-        shares = {part.value: spent[part] for part in _Part}
+        shares = {part.value: spent[part] for part in _DeviceWork}
         shares |= {f"communication over {name}": each for name, each in self._exposed.items()}
         replicas = self._settings.mesh.size // self._settings.mesh.tensor_parallel
         peak = self._device.peak(_dtype_of_products(log))
         return StepTime(
             seconds=seconds,
-            compute=spent[_Part.PRODUCTS] + spent[_Part.MEMORY],
+            compute=spent[_DeviceWork.PRODUCTS] + spent[_DeviceWork.MEMORY],
             exposed=sum(self._exposed.values()),
-            optimizer=spent[_Part.OPTIMIZER],
-            host=spent[_Part.HOST],
+            optimizer=spent[_DeviceWork.OPTIMIZER],
+            host=spent[_DeviceWork.HOST],
             tokens_per_second=log.tokens * replicas / seconds if seconds else 0.0,
             mfu=log.flops / seconds / peak if seconds else 0.0,
             bound_by=max(shares, key=lambda name: shares[name]),

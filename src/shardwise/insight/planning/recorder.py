@@ -88,7 +88,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Growth:
+class _StorageChange:
     """A change of a storage whose kind is decided at the end."""
 
     held: Held
@@ -116,7 +116,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._dimensions = dimensions
         self._records = False
         self._phase = StepPhase.FORWARD
-        self._events: list[Event | _Growth] = []
+        self._events: list[Event | _StorageChange] = []
         self._held: dict[int, Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._names: dict[nn.Module, str] = {}
@@ -223,7 +223,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         """Return what has been recorded."""
         return tuple(
             Change(each.held.settled, each.nbytes, each.held.module, each.moment)
-            if isinstance(each, _Growth)
+            if isinstance(each, _StorageChange)
             else each
             for each in self._events
         )
@@ -432,7 +432,12 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return
         nbytes = storage.nbytes()
         last = self._events[-1] if self._events else None
-        if nbytes == 0 and isinstance(last, _Growth) and last.held is held and last.nbytes > 0:
+        if (
+            nbytes == 0
+            and isinstance(last, _StorageChange)
+            and last.held is held
+            and last.nbytes > 0
+        ):
             self._events.pop()  # it only got a size, and no memory: nothing has been written to it
         else:
             self._grow(held, nbytes - held.nbytes)
@@ -448,7 +453,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         if self._records and nbytes:
             moment = f"{self._phase.value} of {self._group or 'the model'}"
             moment = "optimizer" if self._phase is StepPhase.OPTIMIZER else moment
-            self._events.append(_Growth(held, nbytes, moment))
+            self._events.append(_StorageChange(held, nbytes, moment))
 
 
 # Assigned here, since torch wraps what stands in the class, which costs as much as an operation.
@@ -464,7 +469,7 @@ def _group(label: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Caller:
     """Who calls an operation.
 
     Attributes:
@@ -476,7 +481,7 @@ class _Source:
     kind: Memory | None = None
 
 
-_MODEL = _Source(runtime=False)
+_MODEL = _Caller(runtime=False)
 #: File of the runtime -> what it allocates memory for.
 _KINDS = {
     "sharding/full_params.py": Memory.FULL_PARAMETERS,
@@ -515,7 +520,7 @@ _EXCEPTIONS = {
 _FINDS_SHAPES = dtensor.code_that_finds_shapes()
 
 
-def _source(frame: FrameType | None) -> _Source | None:
+def _source(frame: FrameType | None) -> _Caller | None:
     """Find out who calls the operation whose frame this is: the first caller that is not torch.
 
     ``None`` of an operation that only tells what the shape of a ``DTensor`` is.
@@ -527,17 +532,17 @@ def _source(frame: FrameType | None) -> _Source | None:
         source = _source_of_file(code.co_filename)
         if source is not None:
             kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
-            return source if kind is None else _Source(runtime=True, kind=kind)
+            return source if kind is None else _Caller(runtime=True, kind=kind)
         frame = frame.f_back
     return _MODEL
 
 
 @functools.cache
-def _source_of_file(path: str) -> _Source | None:
+def _source_of_file(path: str) -> _Caller | None:
     """The source that a file stands for; ``None`` for torch and helpers, whose caller counts."""
     if path.startswith(_TORCHS_FSDP2):
         kind = _KINDS.get(path[len(_TORCHS_FSDP2) :])
-        return None if kind is None else _Source(runtime=True, kind=kind)
+        return None if kind is None else _Caller(runtime=True, kind=kind)
     if path.startswith(_TORCH) or path.endswith(_HELPERS):
         return None
     if not path.startswith(_HERE):
@@ -546,9 +551,9 @@ def _source_of_file(path: str) -> _Source | None:
     if name.startswith("_torch/"):
         return None
     if name.startswith("transport/") or name == "insight/planning/wires.py":
-        return _Source(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
+        return _Caller(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
     if name.startswith(("sharding/", "optim/")):
-        return _Source(runtime=True, kind=_KINDS.get(name))
+        return _Caller(runtime=True, kind=_KINDS.get(name))
     return _MODEL
 
 

@@ -171,7 +171,7 @@ class _SimulatedArena(Arena):
         self._pages: dict[Memory, torch.Tensor] = {}
 
     def window(self, length: int) -> Window:
-        return _Window(length)
+        return _EmptyWindow(length)
 
     def report(self, kind: Memory, name: str, nbytes: int) -> None:
         super().report(kind, name, nbytes)
@@ -193,7 +193,7 @@ def _shared_staging() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-class _Window(Window):
+class _EmptyWindow(Window):
     """A window on nothing. Its tensors share a storage of no bytes."""
 
     def __init__(self, length: int) -> None:

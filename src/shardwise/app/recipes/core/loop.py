@@ -62,7 +62,7 @@ class DivergedError(UserError):
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _StepOutcome:
     """One step, as all ranks know it after the exchange."""
 
     position: Position
@@ -177,7 +177,7 @@ class Loop:
     def _left(self, position: Position) -> int:
         return self.span.left(position, self._per_step)
 
-    def _step(self, before: Position) -> _Outcome:
+    def _step(self, before: Position) -> _StepOutcome:
         task = self.task
         began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
         position = Position(before.step + 1, before.examples + self._per_step)
@@ -199,7 +199,7 @@ class Loop:
         self._updating = time.perf_counter() - exchanged
         asked = frozenset(rank for rank, signum in enumerate(noted) if signum > MOVE_ON)
         stop = max(noted, default=0)  # MOVE_ON is less than any signal
-        return _Outcome(position, mean, norm, lr, memory_mib, stop, asked, saved, ranks)
+        return _StepOutcome(position, mean, norm, lr, memory_mib, stop, asked, saved, ranks)
 
     def _reached(self, position: Position) -> Position:
         """Return how far this rank is after a step; the replicas may be further than it was."""
@@ -251,7 +251,7 @@ class Loop:
     ) -> tuple[float, float, Sequence[int], bool, Sequence[RankStep]]:
         """Return mean loss, largest memory, what each rank has noted, and whether all have saved.
 
-        And what each says of the step; see :class:`_Outcome`.
+        And what each says of the step; see :class:`_StepOutcome`.
 
         Where replicas train apart, most exchanges are within a replica, which does not stop alone.
         """
@@ -272,7 +272,7 @@ class Loop:
         ranks = tuple(map(RankStep, *times, memory)) if replicas is None else ()
         return sum(losses) / len(losses), max(memory), noted, all(ended), ranks
 
-    def _write(self, outcome: _Outcome) -> None:
+    def _write(self, outcome: _StepOutcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
         speed = self._per_step * self.task.units_per_example / seconds
         peak = self.task.peak_units_per_s
@@ -326,7 +326,7 @@ class Loop:
             self.checkpoints.save(position, model, optimizer)
             self._say_saved(position.step)
 
-    def _stopped(self, position: Position, outcome: _Outcome) -> Stopped:
+    def _stopped(self, position: Position, outcome: _StepOutcome) -> Stopped:
         """Part with the ranks that were asked to stop, if the others can go on without them."""
         farewell = self._farewell(position, outcome.stop)
         rank, leaving = self.place.world.rank, outcome.asked

@@ -300,7 +300,9 @@ class ShuffleBuffer:
     size: int = 0
     seed: int = 0
 
-    def order(self, part: StreamPart, where: Mapping[str, Any] | None) -> _InOrder | _Shuffled:
+    def order(
+        self, part: StreamPart, where: Mapping[str, Any] | None
+    ) -> _InOrder | _ShuffledBlocks:
         """Return the documents of a part from a position on; None: from the beginning.
 
         Raises:
@@ -310,7 +312,7 @@ class ShuffleBuffer:
             if where is not None and "buffer" in where:
                 raise ValueError(f"a buffer of {where['buffer']} documents, and not none")
             return _InOrder(part, where)
-        return _Shuffled(part, self, where)
+        return _ShuffledBlocks(part, self, where)
 
 
 class _InOrder:
@@ -337,7 +339,7 @@ class _InOrder:
         return dict(state)
 
 
-class _Shuffled:
+class _ShuffledBlocks:
     """The same, block after block, those of a block in the order that the seed decides.
 
     Args:
