@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import shardwise
+from tests import architecture
 
 SOURCE = Path(shardwise.__file__).parent
 BENCHMARKS = SOURCE.parents[1] / "benchmarks"
@@ -41,8 +42,6 @@ LAYERS = [
     ["app"],
     ["__main__", "worker"],
 ]
-#: The runtime below the front doors.
-CORE = {"sharding", "transport", "_torch"}
 
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
@@ -476,12 +475,16 @@ def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
 
 
 def test_the_table_of_additions_counts_every_file_of_the_core_once() -> None:
-    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
-    left = {path for path in FILES if NAMES[FILES.index(path)].split("/")[0] in CORE}
-    for folder, names, count in re.findall(r"\| `([\w/]+)/`((?: \w+)*) \| (\d+) \|", page):
-        files = [SOURCE / folder / f"{name}.py" for name in names.split()]
-        files = files or [path for path in left if (SOURCE / folder) in path.parents]
-        lines = sum(len(path.read_text().splitlines()) for path in files)
-        assert abs(lines - int(count)) <= max(20, lines // 10), f"{folder}{names}: {lines} lines"
-        left -= set(files)
-    assert not left, "files of the core that docs/architecture.md does not count"
+    _, wrong = architecture.counted(architecture.PAGE.read_text())
+    assert not wrong, f"run {architecture.WRITE}, or add a file to a row:\n" + "\n".join(wrong)
+
+
+def test_counting_anew_mends_a_count_and_names_a_file_that_no_row_has() -> None:
+    page = architecture.PAGE.read_text()
+    with_old_count = re.sub(r"own_order \| \d+ \|", "own_order | 7 |", page)
+    mended, wrong = architecture.counted(with_old_count)
+    assert len(wrong) == 1
+    assert wrong[0].startswith("sharding own_order: 7 lines in the table, found ")
+    assert architecture.counted(mended)[1] == []
+    _, wrong = architecture.counted(page.replace("policy paging", "policy"))
+    assert "sharding/paging.py: in no row of the table" in wrong
