@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -20,18 +21,18 @@ _DOORS = ("fsdp2.py", "meta.py", "module.py", "summon.py")
 _AT_A_TIME = 15
 
 
+@functools.cache
 def _all_places() -> dict[str, Place]:
     doors = [SOURCE / "frontends" / name for name in _DOORS]
     paths = [*(SOURCE / "base" / name for name in ("devices.py", "offload.py")), *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)
-    return {
-        str(place): place
+    return places(
+        file
         for file in files
         if not any(file == each or file.startswith(f"{each}/") for each in HOST_ONLY)
-        for place in places(file)
-    }
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -49,15 +50,13 @@ def test_files_of_the_host_exist() -> None:
     assert all((SOURCE / each).exists() for each in HOST_ONLY)
 
 
-def _unreported(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
-    """Play each mutant's scenario; return the mutants that it does not report."""
-    files = sorted({name.partition(" ")[0] for name in names})
-    found = {str(place): place for file in files for place in places(file)}
+def _unreported(rank: int, world_size: int, taken_out: dict[str, Place]) -> list[str]:
+    """Play each mutant's scenarios; return the mutants that one does not report."""
     return [
         f"{name} in {scenario}"
-        for name in names
+        for name, place in taken_out.items()
         for scenario in _scenarios(name)
-        if not _is_reported(scenario, found[name])
+        if not _is_reported(scenario, place)
     ]
 
 
@@ -89,7 +88,8 @@ def _batches() -> list[Any]:
 def test_each_is_reported_if_it_is_taken_out(
     ranks: Callable[..., list[Any]], names: Sequence[str]
 ) -> None:
-    [unreported] = ranks(_unreported, 1, names, backend=None)
+    found = _all_places()
+    [unreported] = ranks(_unreported, 1, {each: found[each] for each in names}, backend=None)
     assert not unreported, f"nothing is reported without {_listed(unreported)}"
 
 
