@@ -26,8 +26,8 @@ from shardwise import (
 )
 from shardwise.optim import in_backward, local, offload, whole
 from tests.corpus.gathering import in_full
-from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, set_gradients, train_on_microbatches
+from tests.threads import run_threads
 from tests.worlds import on_processes, on_threads
 
 Way = Callable[..., torch.optim.Optimizer]
@@ -164,7 +164,7 @@ def _assert_same(net: nn.Module, wanted: nn.Module, what: str, error: float = 1e
 def test_the_update_is_that_of_one_process(name: str, mesh: Mesh) -> None:
     if name == "whole-coupled" and "tp" in mesh.sizes:
         pytest.skip("refused: see test_coupled_parameters_on_several_meshes_are_refused")
-    run_ranks(_updates, mesh.size, name, mesh)
+    run_threads(_updates, mesh.size, name, mesh)
 
 
 def _updates(rank: int, world_size: int, name: str, mesh: Mesh) -> None:
@@ -204,10 +204,17 @@ def _loads(rank: int, world_size: int, folder: Path, mesh: Mesh) -> None:
         _assert_same(net, wanted, f"{name} on {mesh}:")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three ranks have saved, by optimizer."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_threads(_saves, 3, folder)
+    return folder
+
+
 @pytest.mark.parametrize("mesh", [Mesh({"dp": 2}), Mesh({"replicate": 2, "shard": 2}), Mesh({})])
-def test_training_goes_on_from_a_checkpoint_on_another_mesh(mesh: Mesh, tmp_path: Path) -> None:
-    run_ranks(_saves, 3, tmp_path)
-    run_ranks(_loads, mesh.size, tmp_path, mesh)
+def test_training_goes_on_from_a_checkpoint_on_another_mesh(mesh: Mesh, saved: Path) -> None:
+    run_threads(_loads, mesh.size, saved, mesh)
 
 
 WAYS = {"local": (local, Averages), "whole": (whole, MiniShampoo), "together": (whole, Coupled)}

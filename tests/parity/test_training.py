@@ -34,10 +34,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 #: How many ranks train, and on which instrument.
 World = tuple[int, str]
-
-
-#: Worlds that `make long` trains in: the others hold the same cases, if not on the same meshes.
-LONG: list[World] = [(2, "collectives"), (4, "collectives"), (4, "threads"), (1, "threads")]
+Kinds = dict[World, list[Callable[[World], list["Case"]]]]
 
 NEEDS_SHM = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
@@ -94,7 +91,7 @@ def _pairs(world: World, ones: Iterable[T], others: Iterable[U]) -> list[tuple[T
         (one, other)
         for i, one in enumerate(ones)
         for j, other in enumerate(others)
-        if world in LONG or (i + j + world[0] // 3) % 2 == 0
+        if world not in SHORT or (i + j + world[0] // 3) % 2 == 0
     ]
 
 
@@ -139,7 +136,7 @@ def _of_clipping(world: World) -> list[Case]:
 def _of_every_door(world: World) -> list[Case]:
     """Every model through the wrapper, and the others' doors with what each is there for."""
     doors = [door for door in DOORS if door != "fully_shard"]
-    if world[0] == 4:
+    if world[0] > 2:
         hybrids = [name for name in STRATEGIES if name.startswith("hybrid")]
         return [
             Case("net", strategy, "sgd", door)
@@ -196,28 +193,29 @@ def _of_a_device() -> list[Case]:
     return [*plain, *(Case("buffered", door=door) for door in others), in_bf16]
 
 
-#: By instrument: what is trained on it, and with how many ranks. What a transport does with bytes
-#: is tests/transport's to check. So each kind of case is trained over a network by two ranks, which
-#: agree to the last bit, and those that hold every kind of mesh by four; the rest by threads. In
-#: shared memory, what ranks gather into is each other's: every model is trained there, too.
-CASES: dict[str, dict[Callable[[World], list[Case]], list[int]]] = {
-    "shm": {_of_every_model: [2]},
-    "c10d": {
-        _of_every_strategy: [2, 4],
-        _of_every_precision: [2],
-        _of_accumulation: [2, 4],
-        _of_clipping: [2],
-    },
-    "collectives": {_of_every_strategy: [2, 4], _of_every_precision: [2]},
-    "threads": {
-        _of_every_strategy: [1, 3],
-        _of_every_model: [1, 3, 4],
-        _of_every_door: [2, 4],
-        _of_every_door_in_use: [2],
-        _of_every_precision: [1, 4],
-        _of_accumulation: [3],
-        _of_clipping: [1, 4],
-    },
+#: By world: what is trained in it. What a transport does with bytes is tests/transport's to check.
+#: So threads train each kind of case on every kind of mesh, and processes what differs for them:
+#: in shared memory what ranks gather into is each other's, and over a network they only meet.
+SHORT: Kinds = {
+    (2, "shm"): [_of_every_model],
+    (2, "c10d"): [_of_every_strategy],
+    (2, "threads"): [
+        _of_every_door,
+        _of_every_door_in_use,
+        _of_every_precision,
+        _of_accumulation,
+        _of_clipping,
+    ],
+    (3, "threads"): [_of_every_model],
+    (4, "threads"): [_of_every_strategy, _of_accumulation],
+}
+#: And what `make long` trains: all pairs, and more worlds.
+LONG: Kinds = {
+    (4, "c10d"): [_of_every_strategy, _of_accumulation, _of_clipping],
+    (2, "collectives"): [_of_every_strategy, _of_every_precision],
+    (4, "collectives"): [_of_every_strategy],
+    (1, "threads"): [_of_every_strategy, _of_every_model, _of_every_precision, _of_clipping],
+    (6, "threads"): [_of_every_model, _of_every_door, _of_every_precision, _of_clipping],
 }
 
 
@@ -225,25 +223,21 @@ CASES: dict[str, dict[Callable[[World], list[Case]], list[int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "instrument"),
+    "world",
     [
         pytest.param(
-            size,
-            name,
-            marks=[
-                *([pytest.mark.long] if (size, name) in LONG else []),
-                *([NEEDS_SHM] if name == "shm" else []),
-            ],
+            world,
+            marks=[*([pytest.mark.long] * (world in LONG)), *([NEEDS_SHM] * (world[1] == "shm"))],
+            id="{}-{}".format(*world),
         )
-        for name, kinds in CASES.items()
-        for size in sorted({size for sizes in kinds.values() for size in sizes})
+        for world in [*SHORT, *LONG]
     ],
 )
-def test_trainings_equal_unsharded_ones(world_size: int, instrument: str) -> None:
+def test_trainings_equal_unsharded_ones(world: World) -> None:
     """All of a world at once: starting one takes longer than most trainings."""
-    world = world_size, instrument
-    kinds = [of for of, sizes in CASES[instrument].items() if world_size in sizes]
-    cases = list(dict.fromkeys(case for of in kinds for case in of(world)))
+    world_size, instrument = world
+    cases = [case for of in (SHORT | LONG)[world] for case in of(world)]
+    cases = list(dict.fromkeys(cases))
     by_rank = run(instrument, sharded_trainings, world_size, cases)
     differences = []
     for case, *parts in zip(cases, *by_rank, strict=True):

@@ -1,7 +1,9 @@
 """Take one wait, event, kept reference or allocation out of the runtime, and put it back.
 
-:func:`places` finds them in the source. :func:`without` compiles the module without one of them and
-puts the new code into the functions that exist, so that everything else stays as it is.
+:func:`places` finds them in the syntax trees of the source. A place is named by the function that
+contains it and by what is called there, so it keeps its name when the function is reformatted, its
+arguments change, or it moves to another file. :func:`without` compiles the module without one of
+them and puts the new code into the functions that exist, so that everything else stays as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,33 +63,39 @@ class Place:
         file: the file, from the package.
         function: the qualified name of the function or method that contains it.
         what: which it is.
-        text: its source, in one line.
-        number: 1 for the first of the same text in the function.
+        call: the function or method that is called, or the argument that holds a reference.
+        number: 1 for the first such call in the function.
     """
 
     file: str
     function: str
     what: What
-    text: str
+    call: str
     number: int = 1
 
     def __str__(self) -> str:
         again = f" ({self.number})" if self.number > 1 else ""
-        return f"{self.file} {self.function}: {self.text}{again}"
+        return f"{self.function}: {self.call}{again}"
 
 
-def places(file: str) -> list[Place]:
-    """All that can be taken out of a file, in the order of the source."""
-    tree, source = _parsed(file)
-    return [place for place, _ in _found(file, tree, source)]
+def places(files: Iterable[str]) -> dict[str, Place]:
+    """All that can be taken out of files, by name: with the file where two files share a name."""
+    by_name: dict[str, list[Place]] = {}
+    for file in files:
+        for place, _ in _found(file, _parsed(file)):
+            by_name.setdefault(str(place), []).append(place)
+    return {
+        name if len(same) == 1 else f"{place.file} {name}": place
+        for name, same in by_name.items()
+        for place in same
+    }
 
 
 @contextmanager
 def without(place: Place) -> Iterator[None]:
     """Run the runtime without what is at ``place``."""
-    original, source = _parsed(place.file)
-    tree = copy.deepcopy(original)
-    node = next(node for found, node in _found(place.file, tree, source) if found == place)
+    tree = copy.deepcopy(_parsed(place.file))
+    node = next(node for found, node in _found(place.file, tree) if found == place)
     changed = ast.fix_missing_locations(_Change(node, place.what).visit(tree))
     module = _module(place.file)
     code = compile(changed, str(SOURCE / place.file), "exec")
@@ -113,27 +121,29 @@ def _module(file: str) -> types.ModuleType:
 
 
 @functools.cache
-def _parsed(file: str) -> tuple[ast.Module, str]:
-    """The tree and the source of a file."""
-    source = (SOURCE / file).read_text()
-    return ast.parse(source), source
+def _parsed(file: str) -> ast.Module:
+    return ast.parse((SOURCE / file).read_text())
 
 
-def _found(file: str, tree: ast.Module, source: str) -> list[tuple[Place, ast.AST]]:
-    """The places in a file, and their nodes."""
+def _found(file: str, tree: ast.Module) -> list[tuple[Place, ast.AST]]:
+    """The places in a file and their nodes, in the order of the source."""
     found: list[tuple[Place, ast.AST]] = []
     counts: dict[tuple[str, str], int] = {}
     for function, definition in _functions(tree):
-        for node in ast.walk(definition):
+        nodes = (each for each in ast.walk(definition) if isinstance(each, (ast.Call, ast.arg)))
+        for node in sorted(nodes, key=_end):
             what = _kind(node, definition)
             if what is None:
                 continue
-            text = " ".join((ast.get_source_segment(source, node) or "").split())
-            if isinstance(node, ast.arg):
-                text = f"{node.arg}={node.arg}"
-            number = counts[function, text] = counts.get((function, text), 0) + 1
-            found.append((Place(file, function, what, text, number), node))
+            call = node.arg if isinstance(node, ast.arg) else _name(node)
+            number = counts[function, call] = counts.get((function, call), 0) + 1
+            found.append((Place(file, function, what, call, number), node))
     return found
+
+
+def _end(node: ast.Call | ast.arg) -> tuple[int, int]:
+    """Where it ends: so calls are in the order in which they are made."""
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:

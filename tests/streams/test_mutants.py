@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -11,27 +12,35 @@ import pytest
 from shardwise.transport.memory import HeapBuffers
 from tests.streams.device import OnRace
 from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
-from tests.streams.mutation import SOURCE, Place, places
+from tests.streams.mutation import SOURCE, Place, What, places
 from tests.streams.scenarios import play
 
 #: The files of the front doors that touch shards.
 _DOORS = ("fsdp2.py", "meta.py", "module.py", "summon.py")
 #: Mutants that are tried in one process.
 _AT_A_TIME = 15
+#: Mutants that `make test` tries. They show that scenarios see, not that the runtime is right.
+ALWAYS = (
+    "ParamGroup.use_now: wait_for_unshard",
+    "Offload.grad_to_host: record_event",
+    "Ledger.start: append",
+    "contributions: flat_rows",
+    "Offload.place: to",
+)
 
 
+@functools.cache
 def _all_places() -> dict[str, Place]:
     doors = [SOURCE / "frontends" / name for name in _DOORS]
     paths = [*(SOURCE / "base" / name for name in ("devices.py", "offload.py")), *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)
-    return {
-        str(place): place
+    return places(
+        file
         for file in files
         if not any(file == each or file.startswith(f"{each}/") for each in HOST_ONLY)
-        for place in places(file)
-    }
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -49,15 +58,13 @@ def test_files_of_the_host_exist() -> None:
     assert all((SOURCE / each).exists() for each in HOST_ONLY)
 
 
-def _unreported(rank: int, world_size: int, names: Sequence[str]) -> list[str]:
-    """Play each mutant's scenario; return the mutants that it does not report."""
-    files = sorted({name.partition(" ")[0] for name in names})
-    found = {str(place): place for file in files for place in places(file)}
+def _unreported(rank: int, world_size: int, taken_out: dict[str, Place]) -> list[str]:
+    """Play each mutant's scenarios; return the mutants that one does not report."""
     return [
         f"{name} in {scenario}"
-        for name in names
+        for name, place in taken_out.items()
         for scenario in _scenarios(name)
-        if not _is_reported(scenario, found[name])
+        if not _is_reported(scenario, place)
     ]
 
 
@@ -74,22 +81,26 @@ def _is_reported(scenario: str, place: Place) -> bool:
 
 
 def _batches() -> list[Any]:
-    """All mutants; always one for each scenario."""
-    always = list({scenario: name for name in SEEN for scenario in _scenarios(name)}.values())
-    always = list(dict.fromkeys(always))
-    others = [name for name in SEEN if name not in always]
+    """One mutant of each kind, and all others in `make long`."""
+    others = [name for name in SEEN if name not in ALWAYS]
+    batches = [others[first : first + _AT_A_TIME] for first in range(0, len(others), _AT_A_TIME)]
     return [
-        pytest.param(names[first : first + _AT_A_TIME], marks=marks, id=f"{which}-{first}")
-        for which, names, marks in (("one", always, ()), ("more", others, pytest.mark.long))
-        for first in range(0, len(names), _AT_A_TIME)
+        pytest.param(ALWAYS, id="of each kind"),
+        *(pytest.param(names, marks=pytest.mark.long, id=names[0]) for names in batches),
     ]
+
+
+def test_one_of_each_kind_is_always_tried() -> None:
+    found = _all_places()
+    assert sorted(found[name].what.name for name in ALWAYS) == sorted(What.__members__)
 
 
 @pytest.mark.parametrize("names", _batches())
 def test_each_is_reported_if_it_is_taken_out(
     ranks: Callable[..., list[Any]], names: Sequence[str]
 ) -> None:
-    [unreported] = ranks(_unreported, 1, names, backend=None)
+    found = _all_places()
+    [unreported] = ranks(_unreported, 1, {each: found[each] for each in names}, backend=None)
     assert not unreported, f"nothing is reported without {_listed(unreported)}"
 
 

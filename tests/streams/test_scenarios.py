@@ -13,7 +13,7 @@ from tests.streams.mutants import SEEN
 from tests.streams.scenarios import SCENARIOS, play
 
 #: Scenarios that are played in one process.
-_AT_A_TIME = 9
+_AT_A_TIME = 16
 #: Steps before the memory of a step is compared: the first makes the optimizer's state.
 WARM_UP = 1
 #: Scenarios whose steps are alike only so many steps apart.
