@@ -30,18 +30,21 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
+from unittest import mock
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from shardwise.elastic import call
 from tests.harness import start_server
 
 
@@ -186,6 +189,31 @@ def start_program(
     for pipe in pipes:
         os.close(pipe)
     return Program(process, streams[0], streams[1])
+
+
+@contextlib.contextmanager
+def forked_agents() -> Iterator[None]:
+    """Fork the agents of :func:`shardwise.launch`, and so their ranks.
+
+    Else each is a new interpreter, which takes seconds to import what agents and ranks use.
+    """
+
+    def start(command: list[str], *, stdout: int | None, stderr: int | None, **_: Any) -> Program:
+        start_server()
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        parent, *numbers = command[-3:]  # which an agent must not outlive
+        assert parent == str(os.getpid())
+        return start_program(
+            [*command[1:-3], str(server._forkserver_pid), *numbers],
+            folder=Path.cwd(),
+            out=1 if stdout is None else stdout,
+            err=2 if stderr is None else stderr,
+            enter=os.setsid,
+        )
+
+    constants = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
+    with mock.patch.object(call, "subprocess", types.SimpleNamespace(Popen=start, **constants)):
+        yield
 
 
 class _Ends:

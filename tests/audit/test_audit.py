@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 import shardwise
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from tests.audit.programs import PROGRAMS, build
-from tests.worlds import on_processes, on_threads
+from tests.worlds import Ranks, on_processes, on_threads
 
 RUNTIMES = {"ours": fully_shard, "torch": fully_shard_of_torch}
 
@@ -32,19 +32,27 @@ def train(name: str, shard: Any, audit: Callable[[Any], Any]) -> list[Any]:
 FEW = ("AdamW, fused", "clipping", "tensor parallelism", "writes")
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("names", [FEW, pytest.param([*PROGRAMS], marks=pytest.mark.long)])
-@pytest.mark.filterwarnings("ignore")  # of torch's, about what programs do
-@on_processes(2)
-def test_right_programs_compute_the_same_under_an_audit(
-    rank: int, world_size: int, runtime: str, names: list[str]
-) -> None:
+def _same_under_an_audit(rank: int, world_size: int, runtime: str, names: Sequence[str]) -> None:
     for name in names:
         plain = train(name, RUNTIMES[runtime], lambda model: contextlib.nullcontext())
         audited = train(name, RUNTIMES[runtime], shardwise.audit)
 
         assert audited.pop() == plain.pop(), name
         assert all(map(torch.equal, audited, plain)), name
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("names", [FEW, pytest.param([*PROGRAMS], marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("ignore")  # of torch's, about what programs do
+def test_right_programs_compute_the_same_under_an_audit(
+    threads: Ranks, runtime: str, names: Sequence[str]
+) -> None:
+    threads(_same_under_an_audit, 2, runtime, names)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_right_program_computes_the_same_in_processes(ranks: Ranks) -> None:
+    ranks(_same_under_an_audit, 2, "ours", FEW[:1])
 
 
 def model_of_one() -> Any:

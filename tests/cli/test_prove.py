@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,16 @@ from shardwise.insight import proof
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.proof import Holds, Proof, Trial, TrialOutcome
 from tests.cli.shell import call, refused
+from tests.programs import forked_agents
 
 Capture = pytest.CaptureFixture[str]
 _HERE = "tests.cli.test_prove"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    with forked_agents():
+        yield
 
 
 class Net(nn.Module):

@@ -7,15 +7,13 @@ import io
 import linecache
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 import traceback
-from multiprocessing import forkserver
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,35 +22,17 @@ import pytest
 import shardwise
 from shardwise import RankFailedError
 from shardwise.elastic import call
-from tests.harness import start_server
-from tests.programs import Program, shell_environment, start_program
+from tests.programs import forked_agents, shell_environment, start_program
 from tests.waiting import wait_until
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
 
 
 @pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork agents, and so their ranks: a new interpreter takes seconds to import what agents use.
-
-    A test without this fixture shows what really starts.
-    """
-
-    def start(command: list[str], *, stdout: int | None, stderr: int | None, **_: Any) -> Program:
-        start_server()
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        parent, *numbers = command[-3:]  # which an agent must not outlive
-        assert parent == str(os.getpid())
-        return start_program(
-            [*command[1:-3], str(server._forkserver_pid), *numbers],
-            folder=Path.cwd(),
-            out=1 if stdout is None else stdout,
-            err=2 if stderr is None else stderr,
-            enter=os.setsid,
-        )
-
-    constants = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
-    monkeypatch.setattr(call, "subprocess", SimpleNamespace(Popen=start, **constants))
+def _forked() -> Iterator[None]:
+    """Fork agents and ranks. A test without this fixture shows what really starts."""
+    with forked_agents():
+        yield
 
 
 forked = pytest.mark.usefixtures("_forked")

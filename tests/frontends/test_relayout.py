@@ -7,7 +7,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +98,21 @@ def _alone() -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
-def _through_all(rank: int, world_size: int, name: str) -> list[str]:
-    shapes: list[Shape] = [(2,), (4,), (3,), (2, 2), (4, 1), (1, 2), (4,)]
+SHAPES: list[Shape] = [(2,), (4,), (3,), (2, 2), (4, 1), (1, 2), (4,)]
+
+
+def _through(rank: int, world_size: int, name: str, shapes: Sequence[Shape]) -> list[str]:
     return _move_along(rank, world_size, name, [_mesh(shape) for shape in shapes], {})
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_layout_becomes_any_other(threads: Ranks, name: str) -> None:
-    for found in threads(_through_all, 4, name):
+    for found in threads(_through, 4, name, SHAPES):
         assert not found, "\n".join(found)
 
 
 def test_any_layout_becomes_any_other_in_processes(ranks: Ranks) -> None:
-    for found in ranks(_through_all, 4, "llama-tied"):
+    for found in ranks(_through, 4, "shared", SHAPES[:4]):
         assert not found, "\n".join(found)
 
 
@@ -312,7 +314,7 @@ def _hands_over(rank: int, world_size: int, name: str, leaving: set[int]) -> lis
 
 
 @pytest.mark.parametrize("leaving", [{0}, {1}, {2}, {0, 1}, {1, 2}])
-def test_ranks_that_leave_hand_over_what_only_they_have(ranks: Ranks, leaving: set[int]) -> None:
+def test_ranks_that_leave_hand_over_what_only_they_have(threads: Ranks, leaving: set[int]) -> None:
     for name in ("mlp", "scalars", "shared"):
-        for found in ranks(_hands_over, 3, name, leaving):
+        for found in threads(_hands_over, 3, name, leaving):
             assert not found, "\n".join(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from shardwise.insight.planning.api import (
 from shardwise.insight.planning.calibrate import cache_file
 from shardwise.insight.planning.machine import MachineError
 from shardwise.insight.planning.memory import PROCESS_FACTOR
-from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import Products, Settings, SettingsError
 from shardwise.insight.planning.text import speed
@@ -266,14 +265,12 @@ def test_the_page_has_the_plan_and_the_layout(tmp_path: Path) -> None:
     assert re.search(r"<title>Perceptron on dp=2</title>", html)
 
 
-def test_the_fastest_that_fits_is_planned_in_full(tmp_path: Path) -> None:
+def test_the_fastest_that_fits_is_planned_in_full() -> None:
     machine = find_machine(MachineConfig(device="h100"))
     assert machine is not None
-    settings = Settings(mesh=WantedMesh.parse("dp=2"), seq_length=64)
-    available = Available(nbytes=120 << 20, source="--fit")
-    model = find_model(str(write_model(tmp_path, num_hidden_layers=1)))
-    blueprint = replace(model, tensor_parallel={})
-    plan = make_fit(blueprint, settings, machine, available)
+    settings = Settings(mesh=WantedMesh.parse("dp=2"), batch=lambda count: torch.zeros(count, 8))
+    available = Available(nbytes=4 << 20, source="--fit")
+    plan = make_fit(of_module(Perceptron()), settings, machine, available)
     assert plan.fits
     assert any(each.fits for each in plan.alternatives)
     found = json.loads(json.dumps(plan.to_json()))

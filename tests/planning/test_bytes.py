@@ -120,15 +120,25 @@ MESHES = (
     ("dp=2,tp=2", Strategy.FULL_SHARD),
     ("dp=2,tp=2", Strategy.SHARD_GRAD_OP),
 )
+#: Each mesh with tensor parallelism once, as each transport and each dtype: other tests have dp.
+ALWAYS = (
+    (*MESHES[1], "collectives", None),  # nothing is converted
+    (*MESHES[1], "c10d", "bf16"),
+    (*MESHES[2], "collectives", "bf16"),
+    (*MESHES[5], "collectives", "bf16"),
+)
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "transport", "param_dtype"),
     [
-        *((*mesh, "collectives", "bf16") for mesh in MESHES),
-        (*MESHES[1], "collectives", None),  # nothing is converted
-        *((*mesh, "c10d", "bf16") for mesh in MESHES[:2]),
-        *(pytest.param(*mesh, "c10d", "bf16", marks=pytest.mark.long) for mesh in MESHES[2:]),
+        *ALWAYS,
+        *(
+            pytest.param(*mesh, transport, "bf16", marks=pytest.mark.long)
+            for mesh in MESHES
+            for transport in ("collectives", "c10d")
+            if (*mesh, transport, "bf16") not in ALWAYS
+        ),
     ],
 )
 def test_a_plan_of_a_language_model_is_exact_on_every_mesh(

@@ -248,50 +248,48 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+_TENSOR = {"mesh": WantedMesh.parse("tp=2")}
+_BOTH = {"mesh": WantedMesh.parse("dp=2,tp=2")}
+_HYBRID = {"strategy": Strategy.HYBRID_SHARD, "mesh": WantedMesh.parse("dp_replicate=2,dp_shard=2")}
+_ACCUMULATED = {"strategy": Strategy.SHARD_GRAD_OP, "accumulate": 2}
+_BF16 = {"param_dtype": "bf16"}
+_FULL, _SELECTIVE, _OPERATOR = (
+    {"activation_checkpointing": mode}
+    for mode in (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.OPERATOR)
+)
+_TORCH = {"runtime": Runtime.TORCH}
+#: Between them every value of every setting.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulated": _ACCUMULATED,
+    "full": {**_FULL, "shard_dtype": "bf16"},
+    "selective": {**_SELECTIVE, **_BF16},
+    "in backward": {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
+    "hybrid": _HYBRID,
+    "every second block": {**_FULL, "recompute_every": 2},
+    "sharded, tensor parallel and operator": {**_BOTH, **_OPERATOR},
+    "torch accumulated": {**_TORCH, **_ACCUMULATED},
+    "torch full": {**_TORCH, **_FULL},
+    "torch hybrid": {**_TORCH, **_HYBRID, **_BF16},
+    "torch tensor parallel": {**_TORCH, **_BOTH},
+}
+#: More pairs of them.
+MORE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": _BF16,
+    "tensor parallel": _TENSOR,
+    "sharded and tensor parallel": {**_BOTH, **_BF16},
+    "and full": {**_BOTH, **_FULL},
+    "operator": {**_OPERATOR, **_BF16},
+    "torch fp32": _TORCH,
+    "torch bf16": {**_TORCH, **_BF16},
+}
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        {},
-        {"strategy": Strategy.SHARD_GRAD_OP, "accumulate": 2},
-        {"param_dtype": "bf16"},
-        {"activation_checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
-        {"activation_checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
-        {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
-        {"strategy": Strategy.HYBRID_SHARD, "mesh": WantedMesh.parse("dp_replicate=2,dp_shard=2")},
-        {"mesh": WantedMesh.parse("tp=2")},
-        {"mesh": WantedMesh.parse("dp=2,tp=2"), "param_dtype": "bf16"},
-        {
-            "mesh": WantedMesh.parse("dp=2,tp=2"),
-            "activation_checkpointing": Checkpointing.FULL,
-        },
-        {"activation_checkpointing": Checkpointing.OPERATOR, "param_dtype": "bf16"},
-        {"activation_checkpointing": Checkpointing.FULL, "recompute_every": 2},
-        {"runtime": Runtime.TORCH},
-        {"runtime": Runtime.TORCH, "param_dtype": "bf16"},
-        {"runtime": Runtime.TORCH, "strategy": Strategy.SHARD_GRAD_OP, "accumulate": 2},
-        {"runtime": Runtime.TORCH, "activation_checkpointing": Checkpointing.FULL},
-        {
-            "runtime": Runtime.TORCH,
-            "strategy": Strategy.HYBRID_SHARD,
-            "mesh": WantedMesh.parse("dp_replicate=2,dp_shard=2"),
-            "param_dtype": "bf16",
-        },
-        {"runtime": Runtime.TORCH, "mesh": WantedMesh.parse("dp=2,tp=2")},
-        {
-            "mesh": WantedMesh.parse("dp=2,tp=2"),
-            "activation_checkpointing": Checkpointing.OPERATOR,
-        },
-    ],
-    ids=[
-        *("fp32", "accumulated", "bf16", "full", "selective", "in backward"),
-        *("hybrid", "tensor parallel", "sharded and tensor parallel", "and full"),
-        *("operator", "every second block", "torch fp32", "torch bf16", "torch accumulated"),
-        *(
-            "torch full",
-            "torch hybrid",
-            "torch tensor parallel",
-            "sharded, tensor parallel and operator",
-        ),
+        *(pytest.param(given, id=name) for name, given in SETTINGS.items()),
+        *(pytest.param(given, id=name, marks=pytest.mark.long) for name, given in MORE.items()),
     ],
 )
 def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:

@@ -28,8 +28,11 @@ SEED, STEPS = 5, 3
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"target_modules": "all-linear"},
-    "gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
-    "head": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "head, gaussian": {
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["lm_head"],
+        "init_lora_weights": "gaussian",
+    },
     "embedding": {"target_modules": ["embed_tokens", "up_proj"]},
 }
 

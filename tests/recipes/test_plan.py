@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -50,6 +51,12 @@ def _plan(recipe: str, **changes: Any) -> Any:
     return plan_training(config.blueprint(), train, config.example(), TWO)
 
 
+@functools.cache
+def _usual_plan(recipe: str) -> Any:
+    """A plan that tests share."""
+    return _plan(recipe)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_pattern_that_matches_nothing_is_found_before_the_training(recipe: str) -> None:
     given = replace(planned_config(recipe).train.optimizer, param_groups=("nothing*:lr=1",))
@@ -59,7 +66,7 @@ def test_a_pattern_that_matches_nothing_is_found_before_the_training(recipe: str
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_can_be_planned_for(recipe: str) -> None:
-    plan = _plan(recipe)
+    plan = _usual_plan(recipe)
     rank = plan.ranks[0]
     assert rank.parameters >= plan.numel * 4 // 2
     assert rank.activations > 0 or rank.most
@@ -151,11 +158,11 @@ def test_what_replicas_exchange_is_counted() -> None:
         "bytes_sent": few.exchanged,
     }
     assert "every 50 steps" in str(few)
-    assert _plan("mnist").to_json()["exchange"] is None
+    assert _usual_plan("mnist").to_json()["exchange"] is None
 
 
 def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    roomy = _plan("lm")
+    roomy = _usual_plan("lm")
     assert roomy.settings.activation_checkpointing is Checkpointing.NONE
     two_ranks = 2 * (roomy.needed - MiB)
     monkeypatch.setattr(devices, "free_memory", lambda device: two_ranks)
@@ -171,7 +178,7 @@ def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.Mon
 
 
 def test_the_plan_is_handed_to_the_ranks_in_a_file() -> None:
-    plan = _plan("mnist")
+    plan = _usual_plan("mnist")
     with kept_for_the_run(plan):
         path = Path(os.environ[PLAN_FILE])
         assert json.loads(path.read_text()) == json.loads(json.dumps(plan.to_json()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -65,16 +64,3 @@ def test_what_builds_a_task_is_imported_when_it_is_asked_for(
     monkeypatch.setitem(sys.modules, "shardwise.app.recipes.toy", module)
     assert config.assemble() is module.assemble
     assert config.blueprint() == ("blueprint", config)
-
-
-def test_a_rank_imports_only_what_its_training_uses() -> None:
-    code = "import sys, shardwise.app.recipes.lm; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    others = {
-        *("app.recipes.text.conversations", "app.recipes.text.streams"),
-        *("app.recipes.text.chat", "app.recipes.text.documents"),
-        *("app.recipes.text.generate", "checkpoint.formats.dcp", "pretrained.building"),
-        *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
-    }
-    others = {"peft", *(f"shardwise.{name}" for name in others)}
-    assert not others & {*found.stdout.split()}
