@@ -29,10 +29,10 @@ from shardwise.app.doctor.checks import (
     check_world,
     ok,
 )
-from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, check_backend, diagnose
+from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
 from shardwise.app.doctor.probe import PairLink, Probe
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
 
@@ -311,44 +311,6 @@ def test_hosts_that_cannot_import_torch_say_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.import_module", broken)
     with pytest.raises(RendezvousError, match=r"torch cannot be imported here \(libcudart"):
         HostGroup(host_0())
-
-
-# ---- with a backend of torch's ----
-
-
-def test_a_backend_that_listens_can_be_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        nodes = replace(host_0(), port=listener.getsockname()[1])
-        for backend in (JobBackend.C10D, JobBackend.ETCD):
-            assert check_backend(replace(nodes, backend=backend)).level is Level.OK
-
-
-def test_a_backend_that_does_not_listen_yet_is_well_if_a_host_will_serve_it() -> None:
-    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
-    assert finding.level is Level.OK
-    assert finding.text.endswith("can be reached; nothing listens there yet")
-    finding = check_backend(replace(host_0(), backend=JobBackend.ETCD))
-    assert finding.level is Level.FAIL
-    assert finding.advice == "start etcd there, check the address, open the port"
-
-
-def test_a_backend_of_an_unknown_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any, **__: Any) -> socket.socket:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "create_connection", unknown)
-    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
-    assert "cannot be reached from here (Name or service not known)" in finding.text
-    assert finding.advice == "the name does not resolve here; pass the address of host 0"
-
-
-def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody(
-    facts: Facts,
-) -> None:
-    said: list[Finding] = []
-    assert diagnose(replace(host_0(), backend=JobBackend.C10D), facts, 0.0, said.append)
-    expected = {"rendezvous", "start", "devices", "names", "interfaces", "limits"}
-    assert {finding.check for finding in said} == expected
 
 
 # ---- what host 0 says, or somebody in its place ----

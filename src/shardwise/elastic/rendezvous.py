@@ -5,12 +5,7 @@ One host serves a store behind a token (``store.py``), where each host writes wh
 publishes it under a key that no other host can write. Every host, in a thread beside its agent,
 reads that ten times a second. So a host that asks for nothing any more is silent.
 
-Which host serves:
-
-    --rdzv HOST:PORT                   host 0, at that address
-    --rdzv-backend c10d | etcd-v2      the one that torch's backend names: whoever is written there
-                                       first, by compare and set
-    one host alone                     it, without a store
+Host 0 serves, at the address of ``--rdzv``. A host that is alone needs no store.
 
 torch's own handler (``DynamicRendezvousHandler``) is not used. It compares clocks of hosts, numbers
 hosts by their names, unpickles what it is sent, and does not tell the others who was lost.
@@ -28,31 +23,25 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-    create_backend as create_c10d_backend,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
 from shardwise.base.errors import UserError
 from shardwise.base.say import say
 from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
@@ -88,14 +77,12 @@ _GLANCE = 0.02  # seconds between looks at what the thread has read
 _RETRY = 0.3  # seconds between attempts to connect
 _ATTEMPT = 2.0  # seconds for one attempt
 _GUIDING = 1.0  # seconds between looks for hosts that come to --rdzv after a move
-_CLAIMING = 2.0  # seconds between looks whether a backend of torch's still names this host
 _MOVED = "moved"  # the key that shows newcomers where the hosts meet now: "ID ADDRESS:PORT"
 _VOTE = "vote/"  # before the id of a host: the last plan that it has read
 _REPORT = "report/"  # before the id of a host: what it does
 _PLAN = f"{SERVER}plan"  # what is to be done
 
-# What a store and a backend raise, ours or torch's, that cannot be reached.
-_FAILURES = (OSError, RuntimeError, RendezvousConnectionError)
+_FAILURES = (OSError, RuntimeError)  # of a store that cannot be reached, ours or torch's
 
 
 class Order(enum.Enum):
@@ -146,10 +133,8 @@ class Rendezvous(RendezvousHandler):
         self.verdict: Verdict | None = None
         self.before_waiting: Callable[[], None] = lambda: None
         self._stopped = stopped
-        self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
-        self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
         self._server: StoreServer | None = None  # if this host serves the rendezvous, or may
         self._server_port = 0
         self._met_at = ""  # id of the host to which the meeting has moved
@@ -165,7 +150,6 @@ class Rendezvous(RendezvousHandler):
         self._timers = Timers(self._clock.now)
         self._turned = 0.0  # when the thread did that last
         self._began = 0.0  # when the generation did
-        self._claimed = 0.0  # when a backend of torch's was seen to name this host
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
 
@@ -211,7 +195,7 @@ class Rendezvous(RendezvousHandler):
             size = self.hosts * self.nproc
             say(f"hosts      {counted(self.hosts, 'host')}; {ranks} of {size} here")
         assert self._store is not None
-        store = PrefixStore(f"{self.nodes.job}/{self.generation}", self._store)
+        store = PrefixStore(f"shardwise/{self.generation}", self._store)
         where = RendezvousStoreInfo(first.address, first.store_port)
         return RendezvousInfo(store, index, len(members), where)
 
@@ -239,10 +223,6 @@ class Rendezvous(RendezvousHandler):
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * SILENCE)
-        if self._directory is not None and self._state is not None and self._state.is_over:
-            with contextlib.suppress(*_FAILURES):
-                found = self._directory.get_state()
-                self._directory.set_state(b"over", found and found[1])
         if isinstance(self._store, GuardedStore):
             self._store.close()
         if self._server is not None:
@@ -252,11 +232,11 @@ class Rendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
-        return "shardwise" if self._directory is None else self._directory.name
+        return "shardwise"
 
     def get_run_id(self) -> str:
         """Return the name of the job."""
-        return self.nodes.job
+        return "shardwise"
 
     @property
     def use_agent_store(self) -> bool:
@@ -306,7 +286,7 @@ class Rendezvous(RendezvousHandler):
     def _own_address(self) -> str:
         """Return the address at which the other hosts reach this one."""
         nodes = self.nodes
-        if nodes.rank == 0 and nodes.backend is JobBackend.OURS:
+        if nodes.rank == 0:
             return nodes.address
         try:
             return address_towards(nodes.address)
@@ -329,7 +309,7 @@ class Rendezvous(RendezvousHandler):
     def _meet(self) -> Store:
         """Connect to the host that serves the rendezvous; it may be this one."""
         nodes = self.nodes
-        if nodes.rank == 0 and self._ours:
+        if nodes.rank == 0:
             try:
                 listener = listening(nodes.address, nodes.port)
             except OSError as error:
@@ -341,16 +321,11 @@ class Rendezvous(RendezvousHandler):
             listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
         self._server = StoreServer(listener, nodes.token, self._clock)
-        decides, where = nodes.rank == 0, (nodes.address, nodes.port)
-        if not self._ours:
-            self._directory = self._torchs()
-            server, where = self._look_up()
-            decides = server == self._id
-        if decides:
+        if nodes.rank == 0:
             self._decide_from(self._first_state())
         try:
             return connect(
-                lambda: GuardedStore(*where, nodes.token, self._id, SILENCE),
+                lambda: GuardedStore(nodes.address, nodes.port, nodes.token, self._id, SILENCE),
                 patience=nodes.timeout,
                 pause=_RETRY,
                 look=self._look_for_stop,
@@ -393,69 +368,6 @@ class Rendezvous(RendezvousHandler):
             f"({error.strerror or error}); is the command running there, and the port open? "
             "`shardwise doctor` checks further"
         )
-
-    # -- a backend of torch's, which names the host that serves ------------------------------------
-
-    def _torchs(self) -> RendezvousBackend:
-        """Connect to one of torch's backends."""
-        nodes = self.nodes
-        parameters = RendezvousParameters(
-            nodes.backend.value,
-            nodes.where,
-            nodes.job,
-            nodes.least or 1,
-            nodes.count,
-            read_timeout=int(SILENCE),
-        )
-        create: Any = create_c10d_backend
-        if nodes.backend is JobBackend.ETCD:
-            from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
-
-            create = etcd_rendezvous_backend.create_backend
-        try:
-            backend: RendezvousBackend = create(parameters)[0]
-        except Exception as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise UserError(
-                f"--rdzv: the {nodes.backend.value} backend cannot be reached at {nodes.where} "
-                f"({reason})"
-            ) from None
-        return backend
-
-    def _look_up(self) -> tuple[str, tuple[str, int]]:
-        """Return the host that serves, and its address.
-
-        At first that is host 0. A job whose server cannot be reached may be about to move.
-        """
-        assert self._directory is not None
-        began = self._clock.now()
-        while True:
-            found = self._directory.get_state()
-            server, where = ("", None) if found is None else _named(found[0])
-            if where is not None and (server == self._id or _knock(*where) is None):
-                return server, where
-            waited = self._clock.now() - began
-            if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
-                self._directory.set_state(self._here().encode(), found and found[1])
-                continue
-            self._look_for_stop()
-            if waited > self.nodes.timeout:
-                raise UserError(
-                    f"--rdzv: host 0 did not come to {self.nodes.where} within "
-                    f"{self.nodes.timeout:.0f} s; is the command running there?"
-                )
-            time.sleep(_POLL)
-
-    def _claim(self) -> None:
-        """Check that the backend names this host, or nobody since it forgets after a while."""
-        if self._directory is None:
-            return
-        found: Any = self._directory.get_state()
-        if found is None or _named(found[0])[0] == self._id:
-            found = self._directory.set_state(self._here().encode(), found and found[1])
-        if found is not None and _named(found[0])[0] != self._id:
-            raise self._left_behind()
-        self._claimed = time.monotonic()
 
     # -- taking part -------------------------------------------------------------------------------
 
@@ -523,7 +435,7 @@ class Rendezvous(RendezvousHandler):
     def _server_name(self) -> str:
         server = self._seen.host(self._seen.server)
         name = f"host 0 ({self.nodes.where})"
-        if server is not None and (self._seen.moves or not self._ours):
+        if server is not None and self._seen.moves:
             name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
         return name
 
@@ -560,7 +472,7 @@ class Rendezvous(RendezvousHandler):
             self._failure = error
 
     def _turn(self) -> None:
-        if self._ours and self.generation < 0:
+        if self.generation < 0 and not self.is_alone:
             self._go_where_they_meet()
         assert self._store is not None
         report = self._report
@@ -588,10 +500,7 @@ class Rendezvous(RendezvousHandler):
         reports = self._reports(state)
         losses = self._losses(state)
         state.look(reports, losses, self.nodes, self._timers)
-        is_new = plain.written(state) != self._plan
-        if is_new or time.monotonic() - self._claimed > _CLAIMING:
-            self._claim()
-        if is_new:
+        if plain.written(state) != self._plan:
             self._read(self._publish(state))
         for id_ in here - {host.id for host in state.hosts} - state.parted.keys() - {self._id}:
             # One that went silent and comes back finds out that the others have continued.
@@ -692,8 +601,6 @@ class Rendezvous(RendezvousHandler):
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
-        A backend of torch's names one host for all, whoever asked it first. One that is silent may
-        not have looked there since, so the next one gives it the time to.
         """
         seen = self._seen
         server = seen.host(seen.server)
@@ -701,7 +608,7 @@ class Rendezvous(RendezvousHandler):
         dead = set() if silent else {each.id for each in gone if _refuses(each.address, each.port)}
         voters = [host for host in seen.members if host.loss is HostLoss.NONE]
         voters.sort(key=lambda voter: voter.number)
-        for host in voters if self._directory is None else self._elected(voters, gone):
+        for host in voters:
             if host.id == self._id:
                 return self._serve(voters, gone, dead, why)
             if host.id == seen.server:
@@ -712,23 +619,6 @@ class Rendezvous(RendezvousHandler):
             if _refuses(host.address, host.port):
                 dead.add(host.id)
         return False
-
-    def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
-        """Yield the host that a backend of torch's names, and another one once that is gone too."""
-        assert self._directory is not None
-        deadline = self._clock.now() + 2 * SILENCE
-        while self._clock.now() < deadline:
-            lost = {self._seen.server, *(host.id for host in gone)}
-            found: Any = self._directory.get_state()
-            if found is None or _named(found[0])[0] in lost:
-                if any(host.id == self._id for host in voters):
-                    self._directory.set_state(self._here().encode(), found and found[1])
-                self._closing.wait(_GLANCE)
-                continue
-            elected = [host for host in voters if host.id == _named(found[0])[0]]
-            if not elected:
-                return
-            yield elected[0]
 
     def _follow(self, host: Host) -> bool:
         """Meet at another host, once it serves the rendezvous; return whether it does."""
@@ -760,9 +650,7 @@ class Rendezvous(RendezvousHandler):
         except (UserError, *_FAILURES):  # its own link is down
             return False
         others = [host.id for host in voters if host not in gone and host.id != self._id]
-        needed, least = len(voters) - len(dead), 0.0
-        if self._directory is not None:
-            needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
+        needed = len(voters) - len(dead)
         began = self._clock.now()
         while True:
             try:
@@ -772,8 +660,7 @@ class Rendezvous(RendezvousHandler):
                 return False
             waited = self._clock.now() - began
             enough = 2 * (1 + len(came)) > needed
-            is_complete = len(came) == len(others) and waited >= least
-            if is_complete or (enough and waited > max(least, SILENCE / 2)):
+            if len(came) == len(others) or (enough and waited > SILENCE / 2):
                 break
             if waited > 1.5 * SILENCE:
                 break
@@ -794,7 +681,7 @@ class Rendezvous(RendezvousHandler):
         self._meet_at(self._id, store)
         self._decide_from(seen)
         store.set(_MOVED, self._here())
-        if self.nodes.is_elastic and self._ours:
+        if self.nodes.is_elastic:
             threading.Thread(target=self._guide_newcomers, daemon=True).start()
         return True
 
@@ -808,21 +695,15 @@ def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
     return server, parse_endpoint(endpoint)
 
 
-def _knock(address: str, port: int) -> OSError | None:
-    """Return why there is no connection to an address and port; None if there is one."""
-    try:
-        socket.create_connection((address, port), timeout=_ATTEMPT).close()
-    except OSError as error:
-        return error
-    return None
-
-
 def _refuses(address: str, port: int) -> bool:
     """Whether the system of a host answers that nothing listens at its port: it has ended."""
     deadline = time.monotonic() + _ATTEMPT
     while time.monotonic() < deadline:  # a process that ends closes one socket after the other
-        error = _knock(address, port)
-        if error is not None and not isinstance(error, ConnectionResetError):
+        try:
+            socket.create_connection((address, port), timeout=_ATTEMPT).close()
+        except ConnectionResetError:
+            pass
+        except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         time.sleep(_POLL)
     return False

@@ -37,7 +37,7 @@ from shardwise.app.doctor.probe import (
     measure_connection,
 )
 from shardwise.base.units import counted, printable
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import addresses, is_address, listening, scope_of
 
 if TYPE_CHECKING:
@@ -367,23 +367,6 @@ def _connect(nodes: Nodes, name: str) -> GuardedStore:
         raise RendezvousError(*_unreachable(nodes, error)) from None
 
 
-def check_backend(nodes: Nodes) -> Finding:
-    """Check that the address of a rendezvous backend of torch's can be reached from here.
-
-    With ``c10d``, nothing listens there before the job starts: one of the hosts will serve it.
-    """
-    try:
-        socket.create_connection((nodes.address, nodes.port), timeout=_ANSWER).close()
-    except ConnectionRefusedError as error:
-        if nodes.backend is not JobBackend.C10D:
-            return fail(RENDEZVOUS, *_unreachable(nodes, error))
-        text = f"the host of {nodes.where} can be reached; nothing listens there yet"
-        return ok(RENDEZVOUS, text)
-    except OSError as error:
-        return fail(RENDEZVOUS, *_unreachable(nodes, error))
-    return ok(RENDEZVOUS, f"{nodes.where} can be reached; the other hosts are not asked")
-
-
 def _unreachable(nodes: Nodes, error: OSError) -> tuple[str, str]:
     """Return that an address cannot be reached, and what to do."""
     reason = printable(error.strerror or str(error))
@@ -393,8 +376,6 @@ def _unreachable(nodes: Nodes, error: OSError) -> tuple[str, str]:
 def _advice(nodes: Nodes, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "the name does not resolve here; pass the address of host 0"
-    if nodes.backend is JobBackend.ETCD:
-        return "start etcd there, check the address, open the port"
     own = [address for each in addresses().values() for address in each]
     if nodes.address in own:
         return f"this is the address of this host, whose rank is {nodes.rank}; pass that of host 0"
@@ -414,9 +395,6 @@ SECONDS = {"facts": 10.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
 def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding], None]) -> bool:
     """Check this host and, together with all others, the connections between them.
 
-    With a backend of torch's, the hosts do not meet: its store is not the doctor's to write to.
-    Each checks whether it reaches the address, and itself.
-
     Args:
         nodes: the job, as this host was given it; a job of one host needs no other.
         own: what is true of this host.
@@ -435,14 +413,10 @@ def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding
             say(finding)
 
     try:
-        if nodes.backend is JobBackend.OURS:
-            with contextlib.closing(HostGroup(nodes)) as hosts:
-                _check_all(nodes, hosts, own, least_gbit, report)
-            return healthy
-        found = check_backend(nodes)
+        with contextlib.closing(HostGroup(nodes)) as hosts:
+            _check_all(nodes, hosts, own, least_gbit, report)
     except RendezvousError as error:
-        found = error.finding
-    report([found, *_check_each([own], {})])
+        report([error.finding, *_check_each([own], {})])
     return healthy
 
 
