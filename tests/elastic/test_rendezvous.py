@@ -22,7 +22,6 @@ from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
 from shardwise.elastic.rendezvous import Order, Rendezvous
-from shardwise.elastic.store import GuardedStore
 from tests.elastic.strangers import server_of
 from tests.waiting import wait_until
 
@@ -107,18 +106,18 @@ class Place:
         self._go_on.set()
         self.gone.set()
         self.signal.set()
-        mine._closing.set()
-        mine._wake.set()
-        if isinstance(mine._store, GuardedStore):  # without a goodbye
+        for repeated in (mine._touch, mine._guide):
+            repeated._closing.set()
+            repeated.wake()
+        if mine._client is not None:  # without a goodbye
             with contextlib.suppress(OSError):
-                mine._store._socket.shutdown(socket.SHUT_RDWR)
-        if mine._server is not None:
-            mine._server.close()
+                mine._client.store._socket.shutdown(socket.SHUT_RDWR)
+        if mine._registry is not None:
+            mine._registry.close()
         self.thread.join(WAIT)
-        if mine._thread.is_alive():
-            mine._thread.join(WAIT)
-        if isinstance(mine._store, GuardedStore):
-            mine._store.close()
+        mine._touch.close(WAIT)
+        if mine._client is not None:
+            mine._client.store.close()
 
     def suspend(self, before: str = "_turn") -> Callable[[], None]:
         """Stop all of its threads, as SIGSTOP does; return what lets them go on.
@@ -137,8 +136,8 @@ class Place:
 
         setattr(mine, before, hang)
         assert hangs.wait(WAIT)  # it may be in the middle of a request to its own server
-        if mine._server is not None:
-            mine._server._call(self._go_on.wait)
+        if mine._registry is not None:
+            mine._registry.store._call(self._go_on.wait)
         return self._go_on.set
 
     @property
@@ -560,7 +559,7 @@ def test_a_silent_host_is_lost(job: Callable[..., Job], monkeypatch: pytest.Monk
     third.thread.join(WAIT)
     assert "this host was suspended, and counts as lost" in third.error
     assert third.exit_code == 1
-    assert not third.rendezvous._met_at, "it never elects itself"
+    assert not third.serves, "it never elects itself"
 
 
 # -- losing the host that serves the rendezvous ----------------------------------------------------
@@ -619,7 +618,8 @@ def test_a_newcomer_at_the_new_place_is_compared_with_the_job(
         decide = Rendezvous._decide
 
         def late(self: Rendezvous, state: JobState) -> None:
-            if self.nodes.rank != 0 or self._store.check([rendezvous._MOVED]):
+            assert self._client is not None
+            if self.nodes.rank != 0 or self._client.store.check([rendezvous._MOVED]):
                 decide(self, state)
 
         monkeypatch.setattr(Rendezvous, "_decide", late)
@@ -765,17 +765,19 @@ def test_a_host_that_is_suspended_while_it_takes_over_does_not(
 ) -> None:
     it = job("1:3", restarts=1, odd=0)
     first, second, _ = it.begin_to_step(3)
-    mine, votes_here = second.rendezvous, second.rendezvous._votes_here
-    counted = threading.Event()
+    assert second.rendezvous._registry is not None
+    store = second.rendezvous._registry.store
+    values, counted = store.values, threading.Event()
 
-    def count_and_hang(store: Any, id_: str) -> bool:
-        if found := votes_here(store, id_):
+    def count_and_hang(prefix: str) -> dict[str, bytes]:
+        found = values(prefix)
+        if found and prefix == rendezvous._VOTE:
             with second._clock._lock:
                 counted.set()
                 second._go_on.wait(WAIT)
         return found
 
-    monkeypatch.setattr(mine, "_votes_here", count_and_hang)
+    monkeypatch.setattr(store, "values", count_and_hang)
     first.vanish()
     assert counted.wait(WAIT)
     monkeypatch.setattr(rendezvous, "SILENCE", 1.0)
