@@ -12,8 +12,8 @@ several times a second, so one that asks for nothing is silent.
 No clock of another host counts: silence is measured where the registry is served, and the time for
 which that process was suspended does not count.
 
-The hosts of a job (``rendezvous.py``) and the replicas of a quorum (:mod:`shardwise.diloco`) meet
-so. Whatever else they share is in the same store.
+The hosts of a job (``rendezvous.py``), those that run the doctor, and the replicas of a quorum
+(:mod:`shardwise.diloco`) meet so. Whatever else they share is in the same store.
 """
 
 from __future__ import annotations
@@ -71,16 +71,21 @@ class Registry(Generic[R]):
     ) -> None:
         self._report = report
         self._plan = b""
+        self._read: dict[str, tuple[bytes, R]] = {}  # reports by key, and what they were read from
         self.store = StoreServer(listener, token, clock)  # last: Ctrl-C after it leaves it open
 
     def look(self) -> Presence[R]:
         """Return who is there, and what they report. What is no report is left out."""
         silence = self.store.silence()  # first: who is missing here has reported its last
         closed = self.store.values(CLOSED)
-        reports = {}
+        before, self._read = self._read, {}
         for key, text in self.store.values(REPORT).items():
+            if key in before and before[key][0] is text:
+                self._read[key] = before[key]
+                continue
             with contextlib.suppress(ValueError):  # not by a member of ours
-                reports[key] = plain.read(self._report, text)
+                self._read[key] = text, plain.read(self._report, text)
+        reports = {key: report for key, (_, report) in self._read.items()}
         return Presence(reports, silence, {name: why.decode() for name, why in closed.items()})
 
     def publish(self, plan: object) -> bool:
