@@ -16,12 +16,12 @@ import shardwise
 from shardwise import checkpoint, timeline
 from shardwise._torch.fsdp import torch_groups
 from shardwise.app.recipes.core import rundir
-from shardwise.base import files, observe
+from shardwise.base import files, observe, repeated
 from shardwise.checkpoint import storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.ranks import saving
 from shardwise.diloco import QuorumServer, quorum_server
-from shardwise.elastic import store
+from shardwise.elastic import registry, store
 from shardwise.frontends import summon, watch_ranks
 from shardwise.frontends import torch_groups as observed_groups
 from shardwise.insight import audit
@@ -119,7 +119,7 @@ def _summoned(rank: int, world_size: int) -> None:
 
 
 def test_servers() -> None:
-    for attempt in at_every_line(_files(quorum_server, store)):
+    for attempt in at_every_line(_files(quorum_server, registry, repeated, store)):
         made = []
         with attempt:
             made.append(QuorumServer(1, deadline=1.0))

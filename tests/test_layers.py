@@ -49,7 +49,17 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
+        [
+            "arguments",
+            "lazy",
+            "mixing",
+            "say",
+            "optim_names",
+            "ordering",
+            "places",
+            "portions",
+            "repeated",
+        ],
         ["html", "interrupts", "plain", "strict", "units"],
         ["files", "observe", "progress", "scratch"],
         ["spans"],

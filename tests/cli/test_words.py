@@ -79,6 +79,10 @@ def test_processes_may_be_as_many_as_the_host_has(
             "did you mean --activation-checkpointing selective?",
         ),
         ("train lm --load_in_4bit", "--load-in-4bit; did you mean --base nf4?"),
+        (
+            "train lm --nnodes 2 --rdzv-backend=c10d --rdzv-endpoint here:99",
+            "--rdzv-backend; did you mean --rdzv HOST:PORT of host 0, or torchrun --rdzv-backend",
+        ),
         ("plan llama-tiny --gpus 8", "No such option: --nproc; did you mean --mesh dp=N?"),
         ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
         ("train lm --nproc many", "--nproc: found 'many', expected a whole number, gpu, cpu or"),

@@ -25,7 +25,7 @@ from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
 from shardwise.diloco.coordinator import Event, EventKind
 from shardwise.diloco.membership import ReplicaSession
-from shardwise.diloco.quorum_server import REPORT
+from shardwise.elastic.registry import REPORT
 from shardwise.elastic.store import GuardedStore, StoreRefusedError
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
@@ -215,7 +215,7 @@ def test_one_that_leaves_while_the_server_looks_is_not_taken_for_lost(
     with trial(1) as world:
         a = world.replica(0)
         world.join(a)
-        store, looks = world.server._store, []
+        store, looks = world.server._registry.store, []
 
         def after(look: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
             def looked(*words: str) -> dict[str, Any]:
@@ -360,6 +360,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         quorum = Quorum(server=where, replica=0, token="token")
         with pytest.raises(ValueError, match="expected one fragment without overlap"):
             DiLoCo(model, inner, every=4, group=quorum, streaming=Streaming(overlap=2))
+        assert not world.server._registry.store.clients(), "it has not even connected"
         optimizer = DiLoCo(model, inner, every=4, group=quorum)
         with pytest.raises(ValueError, match="none that could change"):
             optimizer.change_group(None)

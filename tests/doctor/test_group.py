@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import socket
@@ -29,12 +30,13 @@ from shardwise.app.doctor.checks import (
     check_world,
     ok,
 )
-from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, check_backend, diagnose
+from shardwise.app.doctor.diagnose import DoctorReport, HostGroup, RendezvousError, diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
 from shardwise.app.doctor.probe import PairLink, Probe
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import listening
-from shardwise.elastic.store import GuardedStore, StoreServer
+from shardwise.elastic.registry import REPORT, Registry
+from shardwise.elastic.store import GuardedStore
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
 PEER = "the name of a peer"
@@ -66,9 +68,11 @@ def peer(nodes: Nodes, *values: bytes) -> Iterator[None]:
             except OSError:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        with contextlib.closing(store):
+        with contextlib.closing(store), contextlib.suppress(OSError):  # it may be dropped
             for step, each in enumerate(values, 1):
-                store.set(f"{PEER}/{step}", each)
+                while json.loads(store.get("server/plan"))["step"] < step - 1:
+                    time.sleep(0.01)
+                store.set(f"{REPORT}{PEER}", b'{"step":%d,"value":%s}' % (step, each))
             left.wait()
 
     left = threading.Event()
@@ -82,45 +86,46 @@ def peer(nodes: Nodes, *values: bytes) -> Iterator[None]:
 
 
 class Impostor:
-    """Something that serves a store in place of host 0.
+    """Something that serves a registry in place of host 0.
 
     Args:
-        index: the index that the host is given.
-        hosts: the addresses of all hosts.
+        first: what it publishes when a host has come, given the digest of the host's name.
     """
 
-    def __init__(self, index: Any, hosts: Any) -> None:
+    def __init__(self, first: Callable[[str], Any]) -> None:
         listener = listening("127.0.0.1")
         self.nodes = Nodes(4, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
-        self._answers = [(group._ADDRESSES, hosts)]
-        self._index = index
-        self.server = StoreServer(listener, b"")
+        self.registry = Registry(listener, b"", DoctorReport)
+        self._first = first
         self._thread = threading.Thread(target=self._admit)
         self._thread.start()
 
     def _admit(self) -> None:
-        while not (names := self.server.clients()):
+        while not (names := self.registry.store.clients()):
             time.sleep(0.01)
-        self.put(group._index_key(next(iter(names))), self._index)
-        for key, value in self._answers:
-            self.put(key, value)
-
-    def put(self, key: str, value: Any) -> None:
-        self.server.put(key, json.dumps(value).encode())
+        self.plan = self._first(group._digest(next(iter(names))))
+        if self.plan is not None:
+            self.registry.publish(self.plan)
 
     def answer(self, step: int, *values: Any) -> None:
         """Publish the values of a step."""
-        for at, value in enumerate(values):
-            self.put(group._public_key(str(step), at), value)
+        self.registry.publish({**self.plan, "step": step, "values": values})
 
     def close(self) -> None:
         self._thread.join()
-        self.server.close()
+        self.registry.close()
+
+
+def plan_of(digest: str, addresses: Any = ("", "10.1.1.1"), index: int = 1) -> dict[str, Any]:
+    """What host 0 publishes, in which a host has this index."""
+    names = ["?" for _ in addresses]
+    names[index:index] = [digest]
+    return {"step": 0, "values": [], "addresses": addresses, "names": names}
 
 
 @contextlib.contextmanager
-def impostor(index: Any = 1, hosts: Any = ("", "10.1.1.1")) -> Iterator[Impostor]:
-    with contextlib.closing(Impostor(index, hosts)) as there:
+def impostor(first: Callable[[str], Any] = plan_of) -> Iterator[Impostor]:
+    with contextlib.closing(Impostor(first)) as there:
         yield there
 
 
@@ -313,67 +318,43 @@ def test_hosts_that_cannot_import_torch_say_so(monkeypatch: pytest.MonkeyPatch) 
         HostGroup(host_0())
 
 
-# ---- with a backend of torch's ----
-
-
-def test_a_backend_that_listens_can_be_reached() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        nodes = replace(host_0(), port=listener.getsockname()[1])
-        for backend in (JobBackend.C10D, JobBackend.ETCD):
-            assert check_backend(replace(nodes, backend=backend)).level is Level.OK
-
-
-def test_a_backend_that_does_not_listen_yet_is_well_if_a_host_will_serve_it() -> None:
-    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
-    assert finding.level is Level.OK
-    assert finding.text.endswith("can be reached; nothing listens there yet")
-    finding = check_backend(replace(host_0(), backend=JobBackend.ETCD))
-    assert finding.level is Level.FAIL
-    assert finding.advice == "start etcd there, check the address, open the port"
-
-
-def test_a_backend_of_an_unknown_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any, **__: Any) -> socket.socket:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "create_connection", unknown)
-    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
-    assert "cannot be reached from here (Name or service not known)" in finding.text
-    assert finding.advice == "the name does not resolve here; pass the address of host 0"
-
-
-def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody(
-    facts: Facts,
-) -> None:
-    said: list[Finding] = []
-    assert diagnose(replace(host_0(), backend=JobBackend.C10D), facts, 0.0, said.append)
-    expected = {"rendezvous", "start", "devices", "names", "interfaces", "limits"}
-    assert {finding.check for finding in said} == expected
-
-
 # ---- what host 0 says, or somebody in its place ----
 
 
 @pytest.mark.parametrize(
-    ("index", "hosts"),
+    "first",
     [
-        ("1", ["", ""]),
-        (True, ["", ""]),
-        (0, ["", ""]),
-        (2, ["", ""]),
-        (1, {"0": "", "1": ""}),
-        (1, ["", 2]),
-        (1, [""] * 300),
-        (None, None),
+        lambda digest: None,
+        lambda digest: [digest],
+        lambda digest: {"step": 0, "addresses": ["", ""], "names": ["", digest]},
+        lambda digest: plan_of(digest) | {"step": "0"},
+        lambda digest: plan_of(digest) | {"names": digest},
+        lambda digest: plan_of(digest, {"0": "", "1": ""}),
+        lambda digest: plan_of(digest, ["", 2]),
+        lambda digest: plan_of(digest, [""] * 300),
     ],
 )
 def test_what_is_not_the_doctor_is_reported(
-    monkeypatch: pytest.MonkeyPatch, index: Any, hosts: Any
+    monkeypatch: pytest.MonkeyPatch, first: Callable[[str], Any]
 ) -> None:
     monkeypatch.setattr(group, "_SLACK", 0.1)
     told = pytest.raises(RendezvousError, match="is not the doctor: run the command on host 0")
-    with impostor(index, hosts) as there, told:
-        HostGroup(replace(there.nodes, timeout=0.1 if hosts is None else 5.0))
+    with impostor(first) as there, told:
+        HostGroup(replace(there.nodes, timeout=5.0 if first("x") else 0.1))
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_host_that_is_given_the_place_of_host_0_or_none_is_told(index: int) -> None:
+    told = pytest.raises(RendezvousError, match="has begun without this host")
+    with impostor(lambda digest: plan_of(digest, index=index)) as there, told:
+        HostGroup(there.nodes)
+
+
+def test_a_host_0_that_publishes_too_few_values_is_no_host_0() -> None:
+    with impostor() as there, contextlib.closing(HostGroup(there.nodes)) as hosts:
+        there.answer(1, 3333)
+        with pytest.raises(RendezvousError, match="found 1 values for 2 hosts"):
+            hosts.all_gather("mine", 1.0)
 
 
 def test_another_program_at_the_port_is_reported() -> None:
@@ -416,9 +397,10 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
     ]
     told = [(NOT_LOCAL, 3333), ("10.1.1.1", 9999), *others]
     addresses, ports = zip(*told, strict=True)
-    with impostor(hosts=addresses) as there, contextlib.closing(HostGroup(there.nodes)) as hosts:
-        assert hosts._store is not None
-        hosts._store.peer = host_0
+    first = functools.partial(plan_of, addresses=addresses)
+    with impostor(first) as there, contextlib.closing(HostGroup(there.nodes)) as hosts:
+        assert hosts._client is not None
+        hosts._client.store.peer = host_0
         there.answer(1, *ports)
         first, own, *rest = hosts.endpoints("203.0.113.9", 5555, 1.0)
     assert first == (host_0, 3333), "where this host has reached it, whatever it says"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.base import plain
 from shardwise.elastic import membership
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
@@ -67,10 +67,8 @@ class Job:
         *,
         restarts: int = 0,
         why_not: Callable[[int], str | None] = lambda hosts: None,
-        quorum: bool = False,
     ) -> None:
-        backend = JobBackend.OURS if quorum else JobBackend.C10D
-        self.nodes, self.clock = replace(nodes, why_not=why_not, backend=backend), clock
+        self.nodes, self.clock = replace(nodes, why_not=why_not), clock
         self.timers = Timers(clock.monotonic)
         self.state = JobState(restarts=restarts)
         self.reports: dict[str, HostReport] = {}
@@ -547,7 +545,7 @@ def test_the_smaller_part_of_a_job_does_not_continue(
     clock: Clock, silent: int, follows: Next
 ) -> None:
     for loss, expected in ((HostLoss.SILENT, follows), (HostLoss.DEAD, Next.RESTART)):
-        job = Job(Nodes(4, 0, "a", 1, least=1), clock, restarts=1, quorum=True)
+        job = Job(Nodes(4, 0, "a", 1, least=1), clock, restarts=1)
         for host in job.begin(4)[4 - silent :]:
             job.lose(host, loss)
         verdict = job.decide()
@@ -556,7 +554,7 @@ def test_the_smaller_part_of_a_job_does_not_continue(
 
 
 def test_hosts_that_go_silent_one_after_the_other_are_counted_together(clock: Clock) -> None:
-    job = Job(Nodes(3, 0, "a", 1), clock, restarts=1, quorum=True)
+    job = Job(Nodes(3, 0, "a", 1), clock, restarts=1)
     hosts = job.begin(3)
     job.lose(hosts[1], HostLoss.SILENT)
     assert job.decide().next is Next.RESTART
@@ -661,15 +659,12 @@ _ENDS = {
 }
 
 
-@pytest.mark.parametrize("quorum", [False, True])
-def test_all_orders_of_the_facts_of_three_hosts_lead_to_the_same(
-    clock: Clock, quorum: bool
-) -> None:
+def test_all_orders_of_the_facts_of_three_hosts_lead_to_the_same(clock: Clock) -> None:
     """One look may see any number of facts: they come one by one, and all at once."""
     for ends in itertools.product(_ENDS.values(), repeat=3):
         follows: set[object] = set()
         for order in (*itertools.permutations(range(3)), ()):
-            job = Job(ELASTIC, clock, restarts=1, quorum=quorum)
+            job = Job(ELASTIC, clock, restarts=1)
             hosts = job.begin(3)
             job.step(*hosts)
             for at in order or range(3):
@@ -828,11 +823,7 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
     for seed in range(SEEDS):
         chance = random.Random(seed)
         restarts = chance.randrange(4)
-        job = replace(
-            nodes,
-            why_not=lambda hosts: "odd" if hosts == odd else None,
-            backend=JobBackend.C10D if seed % 2 else JobBackend.OURS,
-        )
+        job = replace(nodes, why_not=lambda hosts: "odd" if hosts == odd else None)
         meeting, players = Meeting(job, restarts, clock), list[Player]()
 
         def come(number: int) -> None:

@@ -17,12 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from shardwise.base.errors import UserError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.clock import Clock
-from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
 from shardwise.elastic.rendezvous import Order, Rendezvous
-from shardwise.elastic.store import GuardedStore
 from tests.elastic.strangers import server_of
 from tests.waiting import wait_until
 
@@ -37,7 +36,6 @@ SECONDARY = Outcome(1, Result.SECONDARY)
 INTERRUPTED = Outcome(128 + 2, stopped_by=StoppedBy.INTERRUPT)
 TERMINATED = Outcome(128 + 15, stopped_by=StoppedBy.TERMINATE)
 OVER = Verdict(Next.END)
-BACKENDS = pytest.mark.parametrize("backend", [JobBackend.OURS, JobBackend.C10D])
 
 
 class Place:
@@ -108,18 +106,18 @@ class Place:
         self._go_on.set()
         self.gone.set()
         self.signal.set()
-        mine._closing.set()
-        mine._wake.set()
-        if isinstance(mine._store, GuardedStore):  # without a goodbye
+        for repeated in (mine._touch, mine._guide):
+            repeated._closing.set()
+            repeated.wake()
+        if mine._client is not None:  # without a goodbye
             with contextlib.suppress(OSError):
-                mine._store._socket.shutdown(socket.SHUT_RDWR)
-        if mine._server is not None:
-            mine._server.close()
+                mine._client.store._socket.shutdown(socket.SHUT_RDWR)
+        if mine._registry is not None:
+            mine._registry.close()
         self.thread.join(WAIT)
-        if mine._thread.is_alive():
-            mine._thread.join(WAIT)
-        if isinstance(mine._store, GuardedStore):
-            mine._store.close()
+        mine._touch.close(WAIT)
+        if mine._client is not None:
+            mine._client.store.close()
 
     def suspend(self, before: str = "_turn") -> Callable[[], None]:
         """Stop all of its threads, as SIGSTOP does; return what lets them go on.
@@ -138,8 +136,8 @@ class Place:
 
         setattr(mine, before, hang)
         assert hangs.wait(WAIT)  # it may be in the middle of a request to its own server
-        if mine._server is not None:
-            mine._server._call(self._go_on.wait)
+        if mine._registry is not None:
+            mine._registry.store._call(self._go_on.wait)
         return self._go_on.set
 
     @property
@@ -160,14 +158,13 @@ class Job:
         restarts: int = 0,
         timeout: float = WAIT,
         token: bytes = b"",
-        backend: JobBackend = JobBackend.OURS,
         odd: int = 3,
     ) -> None:
         with listening("127.0.0.1") as free:
             where = f"127.0.0.1:{free.getsockname()[1]}"
         first = Nodes.of(nnodes, 0, where, timeout)
         assert first is not None
-        self.first = replace(first, token=token, backend=backend)
+        self.first = replace(first, token=token)
         self.restarts, self.odd = restarts, odd
         self.places: list[Place] = []
 
@@ -264,11 +261,8 @@ def test_a_job_begins_with_all_at_once_and_with_fewer_after_a_while(
     assert "found hosts [0] within 0 s, expected 2 of them or more" in alone.error
 
 
-@BACKENDS
-def test_a_host_joins_between_generations_and_that_is_no_restart(
-    job: Callable[..., Job], backend: JobBackend
-) -> None:
-    it = job("1:2", restarts=0, backend=backend)
+def test_a_host_joins_between_generations_and_that_is_no_restart(job: Callable[..., Job]) -> None:
+    it = job("1:2", restarts=0)
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
@@ -549,13 +543,10 @@ def test_a_host_with_another_token_is_told_so(job: Callable[..., Job]) -> None:
     assert_worlds(first, (0, 1), (0, 2))
 
 
-@BACKENDS
-def test_a_silent_host_is_lost(
-    job: Callable[..., Job], backend: JobBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_host_is_lost(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
     monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)  # all three are enough
-    it = job("1:3", restarts=1, backend=backend, odd=0)
+    it = job("1:3", restarts=1, odd=0)
     first, second, third = it.begin(3)
     go_on = third.suspend()
     wait_until(lambda: first.verdicts and second.verdicts)
@@ -568,88 +559,10 @@ def test_a_silent_host_is_lost(
     third.thread.join(WAIT)
     assert "this host was suspended, and counts as lost" in third.error
     assert third.exit_code == 1
-    assert not third.rendezvous._met_at, "it never elects itself"
+    assert not third.serves, "it never elects itself"
 
 
 # -- losing the host that serves the rendezvous ----------------------------------------------------
-
-
-@pytest.mark.parametrize("silent", [False, True])
-def test_a_backend_of_torchs_names_who_serves_once_the_first_is_gone(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, silent: bool
-) -> None:
-    monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)
-    it = job("1:3", restarts=1, backend=JobBackend.C10D, odd=0)
-    first, second, third = it.begin_to_step(3)
-    if silent:
-        monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
-        for each in (first, second, third):
-            assert isinstance(each.rendezvous._store, GuardedStore)
-            each.rendezvous._store._seconds = SILENCE
-        go_on = first.suspend()
-    else:
-        first.vanish()
-    wait_until(lambda: second.verdicts and third.verdicts)
-    wait_until(lambda: len(second.worlds) == len(third.worlds) == 2)
-    assert (second.worlds[1], third.worlds[1]) == ((0, 2), (1, 2))
-    assert second.serves != third.serves
-    assert "host 0 (127.0.0.1) was lost" in second.verdicts[0].text
-    wait_until(lambda: have_stepped(second, third))
-    assert_worlds(it.come(), (2, 3))
-    if silent:
-        go_on()
-        first.thread.join(WAIT)
-        assert "this host was suspended, and counts as lost" in first.error
-        assert len(first.worlds) == 1
-
-
-def test_a_new_host_0_does_not_take_a_job_that_moves_for_one_that_is_over(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(membership, "LAST_CALL", 0.0)
-    it = job("1:3", restarts=1, backend=JobBackend.C10D, odd=0)
-    [first] = it.begin(1)
-    second = it.come(1)
-    assert_worlds(second, (1, 2))
-    wait_until(lambda: have_stepped(first, second))
-    elected, may_elect = second.rendezvous._elected, threading.Event()
-
-    def late(*args: Any) -> Any:
-        may_elect.wait(WAIT)
-        return elected(*args)
-
-    second.rendezvous._elected = late  # type: ignore[method-assign]
-    first.vanish()
-    again = it.come(0)
-    wait_until(lambda: again.rendezvous._directory is not None)
-    may_elect.set()
-    wait_until(lambda: again.worlds or again.error)  # its place may still be taken
-    assert second.serves
-    assert not again.serves, "it has begun no job of its own"
-    wait_until(lambda: len(second.worlds) > 1)
-    it.end()
-    assert second.verdicts[-1] == OVER
-    began = time.monotonic()
-    following = it.come(0)
-    assert_worlds(following, (0, 1))
-    assert time.monotonic() - began < 2 * rendezvous.SILENCE, "the one before said that it is over"
-
-
-def test_a_host_that_a_backend_of_torchs_no_longer_names_decides_nothing(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its link to the others is cut, not the one to the backend."""
-    monkeypatch.setattr(rendezvous, "_CLAIMING", 0.1)
-    it = job("2", restarts=1, backend=JobBackend.C10D)
-    first, second = it.begin(2)
-    directory = second.rendezvous._directory
-    assert first.serves and directory is not None
-    found = directory.get_state()
-    assert found is not None
-    assert directory.set_state(second.rendezvous._here().encode(), found[1])
-    first.thread.join(WAIT)
-    assert "the others have gone on without it" in first.error
-    assert len(first.worlds) == 1
 
 
 def test_the_others_move_the_rendezvous_when_host_0_is_lost(
@@ -705,7 +618,8 @@ def test_a_newcomer_at_the_new_place_is_compared_with_the_job(
         decide = Rendezvous._decide
 
         def late(self: Rendezvous, state: JobState) -> None:
-            if self.nodes.rank != 0 or self._store.check([rendezvous._MOVED]):
+            assert self._client is not None
+            if self.nodes.rank != 0 or self._client.store.check([rendezvous._MOVED]):
                 decide(self, state)
 
         monkeypatch.setattr(Rendezvous, "_decide", late)
@@ -846,48 +760,24 @@ def test_a_host_that_was_suspended_does_not_take_over(
     assert not second.serves
 
 
-def test_a_wait_for_the_host_that_serves_does_not_count_suspensions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nodes = Nodes(2, 1, "127.0.0.1", 1, timeout=10.0, backend=JobBackend.C10D)
-    place, now = Rendezvous(nodes, 1, 0, clock=Clock()), [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    class Directory:
-        looks = 0
-
-        def get_state(self) -> tuple[bytes, int] | None:
-            now[0] += 3600.0
-            self.looks += 1
-            return None if self.looks < 3 else (f"{place._id} 127.0.0.1:2".encode(), 0)
-
-        def set_state(self, state: bytes, token: object) -> None:
-            """Lose it: another host is about to be named."""
-
-    directory: Any = Directory()
-    place._directory = directory
-    assert place._look_up() == (place._id, ("127.0.0.1", 2))
-    first = membership.Host(place._id, 0, "127.0.0.1")
-    directory.looks = 0
-    assert next(place._elected([first], [])) is first
-
-
 def test_a_host_that_is_suspended_while_it_takes_over_does_not(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = job("1:3", restarts=1, odd=0)
     first, second, _ = it.begin_to_step(3)
-    mine, votes_here = second.rendezvous, second.rendezvous._votes_here
-    counted = threading.Event()
+    assert second.rendezvous._registry is not None
+    store = second.rendezvous._registry.store
+    values, counted = store.values, threading.Event()
 
-    def count_and_hang(store: Any, id_: str) -> bool:
-        if found := votes_here(store, id_):
+    def count_and_hang(prefix: str) -> dict[str, bytes]:
+        found = values(prefix)
+        if found and prefix == rendezvous._VOTE:
             with second._clock._lock:
                 counted.set()
                 second._go_on.wait(WAIT)
         return found
 
-    monkeypatch.setattr(mine, "_votes_here", count_and_hang)
+    monkeypatch.setattr(store, "values", count_and_hang)
     first.vanish()
     assert counted.wait(WAIT)
     monkeypatch.setattr(rendezvous, "SILENCE", 1.0)

@@ -126,9 +126,10 @@ class DiLoCo(AroundOptimizer):
             if part
         ]
         if isinstance(group, Quorum):
+            fragment = check_alone(self._fragments, self._streaming.overlap)  # before it connects
             self._rounds = Rounds(
                 ReplicaSession(group),
-                check_alone(self._fragments, self._streaming.overlap),
+                fragment,
                 every=every,
                 outer=self._outer,
                 wire=self._wire,

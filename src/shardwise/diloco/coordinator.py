@@ -20,12 +20,14 @@ No torch, no network, no clock here; see :mod:`shardwise.diloco.quorum_server` f
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.base import plain
 from shardwise.elastic.clock import Timers
+
+if TYPE_CHECKING:
+    from shardwise.elastic.registry import Presence
 
 #: Attempts of a round with the same members, after which one member at a time is left out.
 _PATIENCE = 2
@@ -244,19 +246,19 @@ class Coordinator:
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
         self._events: list[Event] = []
 
-    def look(self, reports: Mapping[int, bytes], silence: Mapping[str, float]) -> list[Event]:
+    def look(self, presence: Presence[ReplicaReport]) -> list[Event]:
         """Look at the replicas, and change the plan.
 
         Args:
-            reports: the report of each replica, as it was received.
-            silence: for each connection, by :func:`client_name`: seconds since it was last heard.
+            presence: what replicas report, by their numbers, and the connections of their ranks, by
+                :func:`client_name`.
 
         Returns:
             What has happened. Then the plan has changed, if anything has.
         """
         self._events, before = [], self.plan
         self.plan = replace(before, fetches={**before.fetches}, refused={**before.refused})
-        self._see(reports, silence)
+        self._see(presence)
         self._note_lost()
         is_apart = self.plan.version < 0 or self._is_headless
         waits = is_apart and any(each.is_alive for each in self._seen.values())
@@ -274,15 +276,13 @@ class Coordinator:
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def _see(self, reports: Mapping[int, bytes], silence: Mapping[str, float]) -> None:
+    def _see(self, presence: Presence[ReplicaReport]) -> None:
         seen: dict[int, _Seen] = {}
-        for replica, text in sorted(reports.items()):
-            try:
-                report = plain.read(ReplicaReport, text)
-            except ValueError:  # not by a replica of ours: what else it says counts as little
-                continue
+        numbers = {key: int(key) for key in presence.reports if key.isdecimal() and len(key) < 10}
+        for key, replica in sorted(numbers.items(), key=lambda each: each[1]):
+            report = presence.reports[key]
             names = [client_name(replica, report.incarnation, r) for r in range(report.ranks)]
-            heard = [silence.get(name) for name in names]
+            heard = [presence.silence.get(name) for name in names]
             is_connected = all(each is not None for each in heard)
             limit = max(self._deadline, _LEAST_SILENCE)
             silent = any(s is not None and s >= limit for s in heard)

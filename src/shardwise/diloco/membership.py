@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
-from shardwise.base import plain
 from shardwise.base.arguments import check_arguments, check_seconds
 from shardwise.base.errors import PeerLostError, RanksDivergedError
+from shardwise.base.repeated import Repeated
 from shardwise.diloco.coordinator import (
     NUMBERS_PER_SERVER,
     Attempt,
@@ -35,9 +35,10 @@ from shardwise.diloco.coordinator import (
     State,
     client_name,
 )
-from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
+from shardwise.diloco.quorum_server import COMMIT, MEETING
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
+from shardwise.elastic.registry import RegistryClient
 from shardwise.elastic.store import GuardedStore
 from shardwise.transport.peers import Job, Peers
 
@@ -121,13 +122,12 @@ class ReplicaSession:
         self.rank = 0 if self._own is None else self._own.rank
         self.incarnation = self._say(uuid.uuid4().hex)
         self._report: ReplicaReport | None = None
-        self._store: GuardedStore | None = None
+        self._client: RegistryClient[ReplicaReport, RoundPlan] | None = None
         self._plan = RoundPlan(-1, 0.0)
         self._decided_by = 0  # the number of the plan by which the first rank has decided last
         self._changed = threading.Condition()
         self._poll = _POLL
-        self._wake = threading.Event()
-        self._over = False
+        self._touch = Repeated(self._keep_in_touch, lambda: self._poll, "shardwise quorum")
         self._clock = process_clock()
         self._lost_at: float | None = None  # since when the server is missed; None: it is there
         self._lost_why: Exception | None = None
@@ -139,7 +139,7 @@ class ReplicaSession:
         except OSError as error:
             error.add_note(f"replica {replica} looked for the quorum at {self._server}")
             raise
-        threading.Thread(target=self._follow, name="shardwise quorum", daemon=True).start()
+        self._touch.start()
 
     # -- within the replica ------------------------------------------------------------------------
 
@@ -161,62 +161,63 @@ class ReplicaSession:
     # -- the server --------------------------------------------------------------------------------
 
     def report(self, **changes: object) -> None:
-        """Report something of this replica; the first rank does."""
+        """Report something of this replica, soon; the first rank does."""
         assert self._report is not None, "join() comes first"
         self._report = replace(self._report, **changes)  # type: ignore[arg-type]
-        self._send_report()
-
-    def _send_report(self) -> None:
-        store, report = self._store, self._report
-        if self.rank == 0 and store is not None and report is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # it is sent again with a connection
-                store.set(f"{REPORT}{self.replica}", plain.written(report))
+        self._touch.wake()
 
     def close(self) -> None:
         """Take no part any more: the others do not wait for this replica."""
-        if self._over:
+        if self._touch.is_closing:
             return
-        self._over = True
+        self._touch.close(_LEAST_ANSWER)
+        client = self._client
         if self._report is not None:
             self.report(state=State.LEFT)
+            with contextlib.suppress(OSError, RuntimeError):  # the server is gone
+                self._tell(client)
         (_, group), self._group = self._group, (0, None)
         if group is not None:
             _close(group)
-        if self._store is not None:
-            self._store.close()
+        if client is not None:
+            client.store.close()
 
-    def _connect(self) -> None:
+    def _connect(self) -> RegistryClient[ReplicaReport, RoundPlan]:
         name = client_name(self.replica, self.incarnation, self.rank)
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
-        self._plan = plain.read(RoundPlan, store.get(PLAN))
-        self._store, self._lost_at = store, None
-        self._send_report()
+        client = RegistryClient[ReplicaReport, RoundPlan](store, str(self.replica), RoundPlan)
+        try:
+            self._plan = client.news() or self._plan
+        except BaseException:
+            store.close()
+            raise
+        self._client, self._lost_at = client, None
+        return client
 
-    def _follow(self) -> None:
-        """Read the plan, again and again; connect again when the connection has ended."""
-        while not self._over:
-            store = self._store
-            try:
-                if store is None:
-                    self._connect()
-                else:
-                    plan = plain.read(RoundPlan, store.get(PLAN))
-                    if plan != self._plan:
-                        with self._changed:
-                            self._plan = plan
-                            self._changed.notify_all()
-                        self._serve(plan)
-            except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-                # The connection has ended, or another program answers.
-                self._note_lost(error)
-                time.sleep(_RETRY)
-                continue
-            if self._wake.wait(self._poll):
-                self._wake.clear()
+    def _tell(self, client: RegistryClient[ReplicaReport, RoundPlan] | None) -> None:
+        if self.rank == 0 and client is not None:
+            client.report(self._report)
+
+    def _keep_in_touch(self) -> None:
+        """Report, and read the plan; connect again when the connection has ended."""
+        try:
+            client = self._client or self._connect()
+            self._tell(client)
+            plan = client.news()
+        except (OSError, RuntimeError, ValueError) as error:
+            # The connection has ended, or another program answers.
+            self._note_lost(error)
+            self._touch.sleep(_RETRY)
+            return
+        if plan is not None:
+            with self._changed:
+                self._plan = plan
+                self._changed.notify_all()
+            self._serve(plan)
 
     def _note_lost(self, why: Exception) -> None:
-        if self._over:
+        if self._touch.is_closing:
             return
         self._lost_why = why
         if self._lost_at is None:
@@ -227,9 +228,14 @@ class ReplicaSession:
                 self.replica,
                 self._server,
             )
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self._client is not None:
+            self._client.store.close()
+            self._client = None
+
+    @property
+    def _store(self) -> GuardedStore | None:
+        """The store of the quorum, while it can be reached."""
+        return None if self._client is None else self._client.store
 
     @property
     def is_connected(self) -> bool:
@@ -259,7 +265,7 @@ class ReplicaSession:
     def _eagerly(self) -> Iterator[None]:
         try:
             self._poll = _EAGER_POLL
-            self._wake.set()
+            self._touch.wake()
             yield
         finally:
             self._poll = _POLL
@@ -337,7 +343,7 @@ class ReplicaSession:
         self._report = ReplicaReport(
             self.incarnation, self.size, settings, digest, version, State.JOINING
         )
-        self._send_report()
+        self._touch.wake()
 
         def find(plan: RoundPlan) -> tuple[Fetch | None] | None:
             fetch = self.fetch_for_me(plan)

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 
-from shardwise.base import plain
 from shardwise.base.arguments import check_arguments, check_seconds
-from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
+from shardwise.base.repeated import Repeated
+from shardwise.diloco.coordinator import (
+    NUMBERS_PER_SERVER,
+    Coordinator,
+    Event,
+    EventKind,
+    ReplicaReport,
+)
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import listening
-from shardwise.elastic.store import SERVER, StoreServer
+from shardwise.elastic.registry import Registry
+from shardwise.elastic.store import SERVER
 
-#: The keys: what replicas get, which attempt committed a round, and what replicas report.
-PLAN = f"{SERVER}quorum"
+#: The keys of the store: which attempt committed a round, and by what members of an attempt, and
+#: both ends of a fetch, find each other.
 COMMIT = f"{SERVER}commit/"
-REPORT = "report/"
-#: What members of an attempt, and both ends of a fetch, find each other by.
 MEETING = "meeting/"
 
 _TICK = 0.02  # seconds between two looks at the reports
@@ -78,15 +82,15 @@ class QuorumServer(AbstractContextManager["QuorumServer"]):
             replicas, deadline, start_timeout, process_clock().now, first
         )
         self._report = report
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
+        self._watch = Repeated(self._look, lambda: _TICK, "shardwise quorum")
+        held = token.encode()
         with ExitStack() as undo:  # Ctrl-C leaves no thread, nor an open socket
             listener = undo.enter_context(listening(address, port))
             self.port = int(listener.getsockname()[1])
-            self._store = undo.enter_context(closing(StoreServer(listener, token.encode())))
-            self._store.put(PLAN, plain.written(self._coordinator.plan))
+            self._registry = undo.enter_context(closing(Registry(listener, held, ReplicaReport)))
             undo.callback(self.close)
-            self._thread.start()
+            self._registry.publish(self._coordinator.plan)
+            self._watch.start()
             undo.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -95,32 +99,22 @@ class QuorumServer(AbstractContextManager["QuorumServer"]):
 
     def close(self) -> None:
         """End all connections. Replicas go on training, and look for the server for a while."""
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._store.close()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_TICK):
-            try:
-                self._look()
-            except Exception:  # replicas train on meanwhile
-                _log.exception("the quorum server could not look at its replicas")
+        self._watch.close()
+        self._registry.close()
 
     def _look(self) -> None:
-        before, silence = self._coordinator.plan, self._store.silence()  # who is gone has said why
-        reports = {
-            int(replica): text
-            for replica, text in self._store.values(REPORT).items()
-            if replica.isdecimal() and len(replica) < 10
-        }
-        events = self._coordinator.look(reports, silence)
+        try:
+            self._decide()
+        except Exception:  # replicas train on meanwhile
+            _log.exception("the quorum server could not look at its replicas")
+
+    def _decide(self) -> None:
+        events = self._coordinator.look(self._registry.look())
         for event in events:  # before replicas learn that an attempt has committed a round
             if event.kind is EventKind.ROUND and event.attempt is not None:
-                number = event.attempt.number
-                self._store.put(f"{COMMIT}{event.round}", str(number).encode())
-                self._store.forget(f"{MEETING}{number - _MEETINGS_KEPT}/")
-        if self._coordinator.plan != before:
-            self._store.put(PLAN, plain.written(self._coordinator.plan))
+                number, store = event.attempt.number, self._registry.store
+                store.put(f"{COMMIT}{event.round}", str(number).encode())
+                store.forget(f"{MEETING}{number - _MEETINGS_KEPT}/")
+        self._registry.publish(self._coordinator.plan)
         for event in events:
             self._report(event)

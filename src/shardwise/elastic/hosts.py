@@ -32,14 +32,6 @@ class OnJoin(enum.Enum):
     STAY = "stay"  # they wait for the next world, with what they have in memory
 
 
-class JobBackend(enum.Enum):
-    """What names the host that serves what all hosts of a job share."""
-
-    OURS = "shardwise"  # the address that users give: host 0
-    C10D = "c10d"  # torch's store, at any host
-    ETCD = "etcd-v2"  # an etcd server
-
-
 @dataclass(frozen=True)
 class Nodes:
     """A job over several hosts, as its user describes it on each of them.
@@ -54,8 +46,6 @@ class Nodes:
         least: the smallest number of hosts that the job runs on, in an elastic job, which hosts may
             join and leave. None if exactly ``count`` hosts take part from start to end.
         token: what all hosts must hold to take part. Empty if any that reaches the port may.
-        backend: what names the host that serves.
-        job: tells the job from others in the same backend.
         options: the options that must be the same on hosts that join later, too, by name.
         why_not: given a number of hosts, returns why the job cannot run over them, or None if it
             can.
@@ -69,8 +59,6 @@ class Nodes:
     timeout: float = 300.0
     least: int | None = None
     token: bytes = field(default=b"", repr=False)
-    backend: JobBackend = JobBackend.OURS
-    job: str = "shardwise"
     options: Mapping[str, object] = field(default_factory=dict)
     why_not: Callable[[int], str | None] = lambda hosts: None
     on_join: OnJoin = OnJoin.RESTART
@@ -83,8 +71,6 @@ class Nodes:
         rdzv: str | None,
         timeout: float,
         token_file: Path | None = None,
-        backend: JobBackend = JobBackend.OURS,
-        job: str | None = None,
     ) -> Nodes | None:
         """Read the options for several hosts.
 
@@ -98,12 +84,7 @@ class Nodes:
             UserError: one of them is missing or out of range.
         """
         if nnodes is None:
-            options = (
-                ("--node-rank", rank),
-                ("--rdzv", rdzv),
-                (TOKEN_FILE, token_file),
-                ("--rdzv-id", job),
-            )
+            options = (("--node-rank", rank), ("--rdzv", rdzv), (TOKEN_FILE, token_file))
             for option, found in options:
                 if found is not None:
                     raise UserError(
@@ -123,7 +104,7 @@ class Nodes:
                 "--node-rank 0; an IPv6 address in brackets, as [2001:db8::1]:29400"
             )
         token = b"" if launched_here() else read_token(token_file)
-        return cls(count, rank, *where, timeout, least, token, backend, job or "shardwise")
+        return cls(count, rank, *where, timeout, least, token)
 
     @property
     def is_elastic(self) -> bool:

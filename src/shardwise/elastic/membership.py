@@ -23,7 +23,7 @@ from typing import Any
 
 from shardwise.base.units import counted
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
 
 LAST_CALL = 5.0  # seconds to wait for more hosts after one has come, before starting without them
@@ -374,7 +374,7 @@ class JobState:
 
     def _gather(self, nodes: Nodes, timers: Timers) -> None:
         present = len(self.hosts)
-        if self.generation >= 0 and self._is_outnumbered(len(self.members), nodes):
+        if self.generation >= 0 and self._is_outnumbered(len(self.members)):
             last = self.notices[-1:]  # which names the host that was lost just now
             self._conclude(Next.FAIL, "; ".join([*last, _OUTNUMBERED]), {}, nodes)
             return
@@ -497,7 +497,7 @@ class JobState:
         why = "; ".join(reasons or [f"a rank of {host.name} failed" for host in failed])
         self.silent = sum(host.loss is HostLoss.SILENT for host in lost)
         left = sum(host.loss is HostLoss.NONE for host in self.members)
-        if self._is_outnumbered(left, nodes):
+        if self._is_outnumbered(left):
             self._conclude(Next.FAIL, f"{why}; {_OUTNUMBERED}", {}, nodes)
             return
         expelled = self._joined_at_fault(lost, causes)
@@ -516,9 +516,9 @@ class JobState:
             return
         self._conclude(Next.FAIL, why, {}, nodes)
 
-    def _is_outnumbered(self, left: int, nodes: Nodes) -> bool:
+    def _is_outnumbered(self, left: int) -> bool:
         """Whether hosts that are silent may continue on their own, as more than half of all."""
-        return nodes.backend is JobBackend.OURS and self.silent > left
+        return self.silent > left
 
     def _joined_at_fault(self, lost: list[Host], causes: list[Host]) -> list[Host]:
         """Return the hosts on probation because of which the generation has failed."""

@@ -1,16 +1,10 @@
 """Where the hosts of a job meet: a torch rendezvous handler for torch's elastic agent.
 
-One host serves a store behind a token (``store.py``), where each host writes what it does
-(:class:`HostReport`). The host that serves derives what is to be done (:class:`JobState`), and
-publishes it under a key that no other host can write. Every host, in a thread beside its agent,
-reads that ten times a second. So a host that asks for nothing any more is silent.
+One host serves a registry (``registry.py``), to which each host reports what it does
+(:class:`HostReport`), and derives what is to be done (:class:`JobState`). Every host, in a thread
+beside its agent, reads that ten times a second.
 
-Which host serves:
-
-    --rdzv HOST:PORT                   host 0, at that address
-    --rdzv-backend c10d | etcd-v2      the one that torch's backend names: whoever is written there
-                                       first, by compare and set
-    one host alone                     it, without a store
+Host 0 serves, at the address of ``--rdzv``. A host that is alone needs no registry.
 
 torch's own handler (``DynamicRendezvousHandler``) is not used. It compares clocks of hosts, numbers
 hosts by their names, unpickles what it is sent, and does not tell the others who was lost.
@@ -21,38 +15,33 @@ If the host that serves is lost, another one does. See :meth:`Rendezvous._move`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import json
 import math
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-    create_backend as create_c10d_backend,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
 from shardwise.base.errors import UserError
+from shardwise.base.repeated import Repeated
 from shardwise.base.say import say
 from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
@@ -69,13 +58,12 @@ from shardwise.elastic.network import (
     parse_endpoint,
 )
 from shardwise.elastic.outcome import Outcome
+from shardwise.elastic.registry import Presence, Registry, RegistryClient
 from shardwise.elastic.store import (
     CLOSED,
-    SERVER,
     GuardedStore,
     StoreDroppedError,
     StoreRefusedError,
-    StoreServer,
     connect,
     serve_ranks,
 )
@@ -88,14 +76,10 @@ _GLANCE = 0.02  # seconds between looks at what the thread has read
 _RETRY = 0.3  # seconds between attempts to connect
 _ATTEMPT = 2.0  # seconds for one attempt
 _GUIDING = 1.0  # seconds between looks for hosts that come to --rdzv after a move
-_CLAIMING = 2.0  # seconds between looks whether a backend of torch's still names this host
 _MOVED = "moved"  # the key that shows newcomers where the hosts meet now: "ID ADDRESS:PORT"
 _VOTE = "vote/"  # before the id of a host: the last plan that it has read
-_REPORT = "report/"  # before the id of a host: what it does
-_PLAN = f"{SERVER}plan"  # what is to be done
 
-# What a store and a backend raise, ours or torch's, that cannot be reached.
-_FAILURES = (OSError, RuntimeError, RendezvousConnectionError)
+_FAILURES = (OSError, RuntimeError)  # of a store that cannot be reached, ours or torch's
 
 
 class Order(enum.Enum):
@@ -146,28 +130,27 @@ class Rendezvous(RendezvousHandler):
         self.verdict: Verdict | None = None
         self.before_waiting: Callable[[], None] = lambda: None
         self._stopped = stopped
-        self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
         self._id = uuid.uuid4().hex
-        self._store: Store | None = None
-        self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
-        self._server: StoreServer | None = None  # if this host serves the rendezvous, or may
+        self._client: RegistryClient[HostReport, JobState] | None = None
+        self._registry: Registry[HostReport] | None = None  # which it serves, or may
         self._server_port = 0
         self._met_at = ""  # id of the host to which the meeting has moved
         self._ranks_store: Store | None = None  # which the ranks use, if this host is first
         self._report: HostReport | None = None  # what this host does
-        self._reported: HostReport | None = None  # what the others can read of it
         self._state: JobState | None = None  # what is to be done, if this host decides
-        self._plan = b""  # the same as it was read or published last
-        self._seen = JobState()
-        self._failure: BaseException | None = None
+        self._seen = JobState()  # the same as it was read or published last
         self._noticed: int | None = None  # how many notices were said
         self._clock = clock or process_clock()
         self._timers = Timers(self._clock.now)
         self._turned = 0.0  # when the thread did that last
         self._began = 0.0  # when the generation did
-        self._claimed = 0.0  # when a backend of torch's was seen to name this host
-        self._wake, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
+        # With many hosts less often, so that the one that serves them has time for them.
+        self._touch = Repeated(
+            self._keep_in_touch,
+            lambda: max(_POLL, _POLL_PER_HOST * len(self._seen.hosts)),
+            "shardwise rendezvous",
+        )
+        self._guide = Repeated(self._guide_newcomers, lambda: _GUIDING, "shardwise guide")
 
     @property
     def is_alone(self) -> bool:
@@ -187,7 +170,7 @@ class Rendezvous(RendezvousHandler):
         listener = listening(self.nodes.address if self.is_alone else self._own_address())
         try:
             port = listener.getsockname()[1]
-            if self._store is None:
+            if self._report is None:
                 try:
                     self._join()
                 except _FAILURES as error:  # the other end has gone in the middle of it
@@ -210,8 +193,8 @@ class Rendezvous(RendezvousHandler):
             ranks = f"rank {last}" if self.nproc == 1 else f"ranks {index * self.nproc} to {last}"
             size = self.hosts * self.nproc
             say(f"hosts      {counted(self.hosts, 'host')}; {ranks} of {size} here")
-        assert self._store is not None
-        store = PrefixStore(f"{self.nodes.job}/{self.generation}", self._store)
+        shared: Store = HashStore() if self._client is None else self._client.store
+        store = PrefixStore(f"shardwise/{self.generation}", shared)
         where = RendezvousStoreInfo(first.address, first.store_port)
         return RendezvousInfo(store, index, len(members), where)
 
@@ -231,32 +214,27 @@ class Rendezvous(RendezvousHandler):
         deadline = self._clock.now() + _LINGER
         if self._report is not None:
             self._tell(leaves=True)
-        while self._thread.is_alive() and self._clock.now() < deadline:
-            if self._reported is self._report and not self._is_needed():
+        while self._touch.is_running and self._clock.now() < deadline:
+            is_told = self._client is None or self._client.reported == self._report
+            if is_told and not self._is_needed():
                 break
             time.sleep(_GLANCE)
-        self._closing.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(2 * SILENCE)
-        if self._directory is not None and self._state is not None and self._state.is_over:
-            with contextlib.suppress(*_FAILURES):
-                found = self._directory.get_state()
-                self._directory.set_state(b"over", found and found[1])
-        if isinstance(self._store, GuardedStore):
-            self._store.close()
-        if self._server is not None:
-            self._server.close()
+        self._guide.close(0)
+        self._touch.close(2 * SILENCE)
+        if self._client is not None:
+            self._client.store.close()
+        if self._registry is not None:
+            self._registry.close()
         self._ranks_store = None
         return True
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
-        return "shardwise" if self._directory is None else self._directory.name
+        return "shardwise"
 
     def get_run_id(self) -> str:
         """Return the name of the job."""
-        return self.nodes.job
+        return "shardwise"
 
     @property
     def use_agent_store(self) -> bool:
@@ -306,7 +284,7 @@ class Rendezvous(RendezvousHandler):
     def _own_address(self) -> str:
         """Return the address at which the other hosts reach this one."""
         nodes = self.nodes
-        if nodes.rank == 0 and nodes.backend is JobBackend.OURS:
+        if nodes.rank == 0:
             return nodes.address
         try:
             return address_towards(nodes.address)
@@ -316,20 +294,26 @@ class Rendezvous(RendezvousHandler):
     def _join(self) -> None:
         """Take part in the job, or be refused."""
         if self.is_alone:
-            self._store = HashStore()
             self._decide_from(self._first_state())
         else:
-            self._store = self._meet()
+            self._use(self._meet())
         self._report = HostReport(
             self.nodes.rank, self._own_address(), self._server_port, self._agreed()
         )
         self._turned = self._clock.now()
-        self._thread.start()
+        self._touch.start()
 
-    def _meet(self) -> Store:
+    def _use(self, store: GuardedStore) -> None:
+        """Report to the host that serves this store, and read there what is to be done."""
+        if self._client is not None:
+            self._client.store.close()
+        self._client = RegistryClient(store, self._id, JobState)
+        self._turned = self._clock.now()
+
+    def _meet(self) -> GuardedStore:
         """Connect to the host that serves the rendezvous; it may be this one."""
         nodes = self.nodes
-        if nodes.rank == 0 and self._ours:
+        if nodes.rank == 0:
             try:
                 listener = listening(nodes.address, nodes.port)
             except OSError as error:
@@ -340,17 +324,12 @@ class Rendezvous(RendezvousHandler):
         else:
             listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
-        self._server = StoreServer(listener, nodes.token, self._clock)
-        decides, where = nodes.rank == 0, (nodes.address, nodes.port)
-        if not self._ours:
-            self._directory = self._torchs()
-            server, where = self._look_up()
-            decides = server == self._id
-        if decides:
+        self._registry = Registry(listener, nodes.token, HostReport, self._clock)
+        if nodes.rank == 0:
             self._decide_from(self._first_state())
         try:
             return connect(
-                lambda: GuardedStore(*where, nodes.token, self._id, SILENCE),
+                lambda: GuardedStore(nodes.address, nodes.port, nodes.token, self._id, SILENCE),
                 patience=nodes.timeout,
                 pause=_RETRY,
                 look=self._look_for_stop,
@@ -373,18 +352,9 @@ class Rendezvous(RendezvousHandler):
         self._seen = self._publish(state)
 
     def _publish(self, state: JobState) -> JobState:
-        self._plan = plain.written(state)
-        if self._server is not None:
-            self._server.put(_PLAN, self._plan)
-        return plain.read(JobState, self._plan)
-
-    def _meet_at(self, server: str, store: Store) -> None:
-        """Use the meeting that has moved to a host, which may have served another one before."""
-        if isinstance(self._store, GuardedStore):
-            self._store.close()
-        self._met_at, self._store = server, store
-        self._reported, self._plan = None, b""
-        self._turned = self._clock.now()
+        if self._registry is not None:
+            self._registry.publish(state)
+        return copy.deepcopy(state)
 
     def _unreachable(self, error: OSError) -> UserError:
         nodes = self.nodes
@@ -393,69 +363,6 @@ class Rendezvous(RendezvousHandler):
             f"({error.strerror or error}); is the command running there, and the port open? "
             "`shardwise doctor` checks further"
         )
-
-    # -- a backend of torch's, which names the host that serves ------------------------------------
-
-    def _torchs(self) -> RendezvousBackend:
-        """Connect to one of torch's backends."""
-        nodes = self.nodes
-        parameters = RendezvousParameters(
-            nodes.backend.value,
-            nodes.where,
-            nodes.job,
-            nodes.least or 1,
-            nodes.count,
-            read_timeout=int(SILENCE),
-        )
-        create: Any = create_c10d_backend
-        if nodes.backend is JobBackend.ETCD:
-            from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
-
-            create = etcd_rendezvous_backend.create_backend
-        try:
-            backend: RendezvousBackend = create(parameters)[0]
-        except Exception as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise UserError(
-                f"--rdzv: the {nodes.backend.value} backend cannot be reached at {nodes.where} "
-                f"({reason})"
-            ) from None
-        return backend
-
-    def _look_up(self) -> tuple[str, tuple[str, int]]:
-        """Return the host that serves, and its address.
-
-        At first that is host 0. A job whose server cannot be reached may be about to move.
-        """
-        assert self._directory is not None
-        began = self._clock.now()
-        while True:
-            found = self._directory.get_state()
-            server, where = ("", None) if found is None else _named(found[0])
-            if where is not None and (server == self._id or _knock(*where) is None):
-                return server, where
-            waited = self._clock.now() - began
-            if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
-                self._directory.set_state(self._here().encode(), found and found[1])
-                continue
-            self._look_for_stop()
-            if waited > self.nodes.timeout:
-                raise UserError(
-                    f"--rdzv: host 0 did not come to {self.nodes.where} within "
-                    f"{self.nodes.timeout:.0f} s; is the command running there?"
-                )
-            time.sleep(_POLL)
-
-    def _claim(self) -> None:
-        """Check that the backend names this host, or nobody since it forgets after a while."""
-        if self._directory is None:
-            return
-        found: Any = self._directory.get_state()
-        if found is None or _named(found[0])[0] == self._id:
-            found = self._directory.set_state(self._here().encode(), found and found[1])
-        if found is not None and _named(found[0])[0] != self._id:
-            raise self._left_behind()
-        self._claimed = time.monotonic()
 
     # -- taking part -------------------------------------------------------------------------------
 
@@ -505,13 +412,13 @@ class Rendezvous(RendezvousHandler):
         """Report what this host does, soon."""
         assert self._report is not None
         self._report = replace(self._report, **changes)
-        self._wake.set()
+        self._touch.wake()
 
     def _check(self) -> None:
         """Raise what has ended the thread."""
-        if self._failure is not None:
-            raise self._failure
-        if self._thread.is_alive() and self._clock.now() - self._turned > 3 * SILENCE:
+        if self._touch.error is not None:
+            raise self._touch.error
+        if self._touch.is_running and self._clock.now() - self._turned > 3 * SILENCE:
             raise LostError(self._lost(f"no answer for {3 * SILENCE:.0f} s"))
 
     def _lost(self, why: str) -> str:
@@ -523,7 +430,7 @@ class Rendezvous(RendezvousHandler):
     def _server_name(self) -> str:
         server = self._seen.host(self._seen.server)
         name = f"host 0 ({self.nodes.where})"
-        if server is not None and (self._seen.moves or not self._ours):
+        if server is not None and self._seen.moves:
             name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
         return name
 
@@ -538,40 +445,36 @@ class Rendezvous(RendezvousHandler):
 
     def _is_needed(self) -> bool:
         """Whether other hosts have not read yet what follows, in the store that is served here."""
-        if self._state is None or self._server is None:
+        if self._state is None or self._registry is None:
             return False
         seen = self._seen
         if seen.is_over:
-            return any(name != self._id for name in self._server.clients())
+            return any(name != self._id for name in self._registry.store.clients())
         return seen.generation == self.generation and not all(host.ready for host in seen.hosts)
 
     def _keep_in_touch(self) -> None:
         try:
-            while not self._closing.is_set():
-                # With many hosts less often, so that the one that serves them has time for them.
-                self._wake.wait(max(_POLL, _POLL_PER_HOST * len(self._seen.hosts)))
-                self._wake.clear()
-                try:
-                    self._turn()
-                except _FAILURES as error:
-                    if not self._closing.is_set():
-                        self._recover(error)
-        except BaseException as error:  # the agent must learn of it, whatever it is
-            self._failure = error
+            self._turn()
+        except _FAILURES as error:
+            if not self._touch.is_closing:
+                self._recover(error)
 
     def _turn(self) -> None:
-        if self._ours and self.generation < 0:
-            self._go_where_they_meet()
-        assert self._store is not None
-        report = self._report
-        if report is not self._reported:
-            self._store.set(f"{_REPORT}{self._id}", plain.written(report).decode())
-            self._reported = report
+        if self._client is not None:
+            self._go_where_they_meet(self._client.store)
+            self._client.report(self._report)
         if self._state is not None:
             self._decide(self._state)
-        elif (plan := self._store.get(_PLAN)) != self._plan:
-            self._plan = plan
-            self._read(plain.read(JobState, plan))
+        elif self._client is not None:
+            try:
+                seen = self._client.news()
+            except ValueError:
+                raise UserError(
+                    f"--rdzv: {self._server_name()} runs another version of Shardwise; install the "
+                    "same on all hosts"
+                ) from None
+            if seen is not None:
+                self._read(seen)
         self._turned = self._clock.now()
 
     def _read(self, seen: JobState) -> None:
@@ -584,88 +487,71 @@ class Rendezvous(RendezvousHandler):
 
     def _decide(self, state: JobState) -> None:
         """Derive what is to be done from what hosts report, and publish it."""
-        here = {host.id for host in state.hosts}
-        reports = self._reports(state)
-        losses = self._losses(state)
-        state.look(reports, losses, self.nodes, self._timers)
-        is_new = plain.written(state) != self._plan
-        if is_new or time.monotonic() - self._claimed > _CLAIMING:
-            self._claim()
-        if is_new:
-            self._read(self._publish(state))
-        for id_ in here - {host.id for host in state.hosts} - state.parted.keys() - {self._id}:
-            # One that went silent and comes back finds out that the others have continued.
-            if self._server is not None:
-                self._server.drop(id_, "counts as lost")
-
-    def _reports(self, state: JobState) -> dict[str, HostReport]:
-        """Return what hosts report that are connected, or take part; forget the others."""
-        server = self._server
-        if server is None:
+        registry, here = self._registry, {host.id for host in state.hosts}
+        if registry is None:
             assert self._report is not None
-            return {self._id: self._report}
-        found = server.values(_REPORT)
-        connected = server.silence()
-        reports = {}
-        for id_, text in found.items():
-            if id_ in connected or state.host(id_) is not None:
-                with contextlib.suppress(ValueError):  # not by a host of ours
-                    reports[id_] = plain.read(HostReport, text)
-            else:
-                server.forget(f"{_REPORT}{id_}")
-        return reports
+            presence = Presence({self._id: self._report}, {self._id: 0.0}, {})
+        else:
+            presence = registry.look()
+        connected = presence.silence.keys() | here
+        reports = {id_: each for id_, each in presence.reports.items() if id_ in connected}
+        state.look(reports, self._losses(state, presence), self.nodes, self._timers)
+        if state != self._seen:
+            self._read(self._publish(state))
+        if registry is not None:
+            left = {host.id for host in state.hosts}
+            for id_ in here - left - state.parted.keys() - {self._id}:
+                # One that went silent and comes back finds out that the others have continued.
+                registry.store.drop(id_, "counts as lost")
+            registry.forget_all_but(left)
 
-    def _losses(self, state: JobState) -> dict[str, tuple[HostLoss, str]]:
+    def _losses(
+        self, state: JobState, presence: Presence[HostReport]
+    ) -> dict[str, tuple[HostLoss, str]]:
         """Return the hosts that are gone, and how that shows.
 
         One that has said goodbye may have gone to meet others elsewhere: it is silent here.
         """
         losses: dict[str, tuple[HostLoss, str]] = {}
-        server = self._server
-        if server is None:
-            return losses
-        silence, closed = server.silence(), server.values(CLOSED)  # who is in neither said goodbye
         served = self._timers.elapsed("served", self._id)
         for host in state.hosts:
             if host.id == self._id or host.loss is HostLoss.DEAD:
                 continue
-            if host.id in closed:
+            if host.id in presence.closed:
                 is_dead = _refuses(host.address, host.port)
                 # While this host was suspended, the others may have continued, and ended since.
                 is_dead &= not self._clock.was_suspended(self._began, SILENCE / 2)
-                why = closed[host.id].decode()
-                losses[host.id] = (HostLoss.DEAD if is_dead else HostLoss.SILENT), why
-            elif min(silence.get(host.id, math.inf), served) > SILENCE:
+                loss = HostLoss.DEAD if is_dead else HostLoss.SILENT
+                losses[host.id] = loss, presence.closed[host.id]
+            elif min(presence.silence.get(host.id, math.inf), served) > SILENCE:
                 losses[host.id] = HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s"
         return losses
 
-    def _go_where_they_meet(self) -> None:
+    def _go_where_they_meet(self, store: GuardedStore) -> None:
         """Go on from ``--rdzv`` to where the hosts meet now, if they have moved.
 
         A host 0 that was started again may serve newcomers there as well, until all have gone on.
         """
-        assert self._store is not None
-        if self._seen.generation >= 0 or not self._store.check([_MOVED]):
+        is_new = self.generation < 0 and self._seen.generation < 0
+        if not is_new or not store.check([_MOVED]):
             return
-        server, where = _named(self._store.get(_MOVED))
+        server, where = _named(store.get(_MOVED))
         if where is None or server == self._met_at:
             return
         try:
-            store = GuardedStore(*where, self.nodes.token, self._id, SILENCE)
+            self._use(GuardedStore(*where, self.nodes.token, self._id, SILENCE))
         except OSError:
             return  # lost as well; its follower will report that
-        self._meet_at(server, store)
+        self._met_at = server
         self._state, self._seen, self._noticed = None, JobState(), None
 
     def _guide_newcomers(self) -> None:
         """Show hosts that come to ``--rdzv`` where the hosts meet now, which this host serves."""
-        nodes = self.nodes
-        name, here = f"guide {self._id}", self._here()
-        while self._state is not None and not self._closing.wait(_GUIDING):
-            with contextlib.suppress(OSError):
-                guide = GuardedStore(nodes.address, nodes.port, nodes.token, name, _ATTEMPT)
-                with contextlib.closing(guide):
-                    guide.set(_MOVED, here)
+        nodes, name = self.nodes, f"guide {self._id}"
+        with contextlib.suppress(OSError, UserError):
+            guide = GuardedStore(nodes.address, nodes.port, nodes.token, name, _ATTEMPT)
+            with contextlib.closing(guide):
+                guide.set(_MOVED, self._here())
 
     def _here(self) -> str:
         return f"{self._id} {format_endpoint(self._own_address(), self._server_port)}"
@@ -692,8 +578,6 @@ class Rendezvous(RendezvousHandler):
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
-        A backend of torch's names one host for all, whoever asked it first. One that is silent may
-        not have looked there since, so the next one gives it the time to.
         """
         seen = self._seen
         server = seen.host(seen.server)
@@ -701,7 +585,7 @@ class Rendezvous(RendezvousHandler):
         dead = set() if silent else {each.id for each in gone if _refuses(each.address, each.port)}
         voters = [host for host in seen.members if host.loss is HostLoss.NONE]
         voters.sort(key=lambda voter: voter.number)
-        for host in voters if self._directory is None else self._elected(voters, gone):
+        for host in voters:
             if host.id == self._id:
                 return self._serve(voters, gone, dead, why)
             if host.id == seen.server:
@@ -712,23 +596,6 @@ class Rendezvous(RendezvousHandler):
             if _refuses(host.address, host.port):
                 dead.add(host.id)
         return False
-
-    def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
-        """Yield the host that a backend of torch's names, and another one once that is gone too."""
-        assert self._directory is not None
-        deadline = self._clock.now() + 2 * SILENCE
-        while self._clock.now() < deadline:
-            lost = {self._seen.server, *(host.id for host in gone)}
-            found: Any = self._directory.get_state()
-            if found is None or _named(found[0])[0] in lost:
-                if any(host.id == self._id for host in voters):
-                    self._directory.set_state(self._here().encode(), found and found[1])
-                self._closing.wait(_GLANCE)
-                continue
-            elected = [host for host in voters if host.id == _named(found[0])[0]]
-            if not elected:
-                return
-            yield elected[0]
 
     def _follow(self, host: Host) -> bool:
         """Meet at another host, once it serves the rendezvous; return whether it does."""
@@ -741,15 +608,15 @@ class Rendezvous(RendezvousHandler):
         try:
             store.set(vote, plain.written(self._seen))
             while not store.check([_MOVED]) or not store.get(_MOVED).startswith(host.id.encode()):
-                if self._clock.now() > deadline or self._closing.is_set():
+                if self._clock.now() > deadline or self._touch.is_closing:
                     store.delete_key(vote)
                     store.close()
                     return False
-                self._closing.wait(_POLL)
-            self._meet_at(host.id, store)
+                self._touch.sleep(_POLL)
         except _FAILURES:
             store.close()
             return False
+        self._use(store)
         return True
 
     def _serve(self, voters: list[Host], gone: list[Host], dead: set[str], why: str) -> bool:
@@ -759,47 +626,38 @@ class Rendezvous(RendezvousHandler):
             store = GuardedStore(address, self._server_port, self.nodes.token, self._id, SILENCE)
         except (UserError, *_FAILURES):  # its own link is down
             return False
+        assert self._registry is not None
+        here = self._registry.store
         others = [host.id for host in voters if host not in gone and host.id != self._id]
-        needed, least = len(voters) - len(dead), 0.0
-        if self._directory is not None:
-            needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
+        needed = len(voters) - len(dead)
         began = self._clock.now()
         while True:
-            try:
-                came = [id_ for id_ in others if self._votes_here(store, id_)]
-            except _FAILURES:  # its command ends meanwhile
-                store.close()
-                return False
+            votes, left = here.values(_VOTE), here.values(CLOSED)
+            came = [votes[id_] for id_ in others if id_ in votes and id_ not in left]
             waited = self._clock.now() - began
             enough = 2 * (1 + len(came)) > needed
-            is_complete = len(came) == len(others) and waited >= least
-            if is_complete or (enough and waited > max(least, SILENCE / 2)):
+            if len(came) == len(others) or (enough and waited > SILENCE / 2):
                 break
-            if waited > 1.5 * SILENCE:
+            if waited > 1.5 * SILENCE or self._touch.sleep(_POLL):
                 break
-            self._closing.wait(_POLL)
         suspended = self._clock.was_suspended(began, SILENCE / 2)  # they may have met elsewhere
-        if suspended or not enough:
+        if suspended or not enough or self._touch.is_closing:
             store.close()
             if suspended:
                 raise self._left_behind()
             return False
         # Some may have read later changes than this host.
-        votes = [plain.read(JobState, store.get(f"{_VOTE}{id_}")) for id_ in came]
-        known = [self._seen, *votes]
+        known = [self._seen, *(plain.read(JobState, vote) for vote in came)]
         seen = max(known, key=lambda each: (each.generation, not each.is_running, each.noticed))
         for host in gone:
             seen.note_lost(host.id, HostLoss.DEAD if host.id in dead else HostLoss.SILENT, why)
         seen.server, seen.moves = self._id, seen.moves + 1
-        self._meet_at(self._id, store)
+        self._use(store)
         self._decide_from(seen)
         store.set(_MOVED, self._here())
-        if self.nodes.is_elastic and self._ours:
-            threading.Thread(target=self._guide_newcomers, daemon=True).start()
+        if self.nodes.is_elastic:
+            self._guide.start()
         return True
-
-    def _votes_here(self, store: Store, id_: str) -> bool:
-        return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])
 
 
 def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
@@ -808,21 +666,15 @@ def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
     return server, parse_endpoint(endpoint)
 
 
-def _knock(address: str, port: int) -> OSError | None:
-    """Return why there is no connection to an address and port; None if there is one."""
-    try:
-        socket.create_connection((address, port), timeout=_ATTEMPT).close()
-    except OSError as error:
-        return error
-    return None
-
-
 def _refuses(address: str, port: int) -> bool:
     """Whether the system of a host answers that nothing listens at its port: it has ended."""
     deadline = time.monotonic() + _ATTEMPT
     while time.monotonic() < deadline:  # a process that ends closes one socket after the other
-        error = _knock(address, port)
-        if error is not None and not isinstance(error, ConnectionResetError):
+        try:
+            socket.create_connection((address, port), timeout=_ATTEMPT).close()
+        except ConnectionResetError:
+            pass
+        except OSError as error:
             return isinstance(error, ConnectionRefusedError)
         time.sleep(_POLL)
     return False

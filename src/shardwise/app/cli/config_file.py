@@ -71,7 +71,7 @@ def read_options(
         name = "--" + own_option(str(key.value))
         if name not in known:
             near = [FORMS[name]] if name in FORMS else difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0][2:]}?" if near else ""
+            hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
             raise UserError(
                 f"{place}: found {brief(key.value)}, expected an option of {command} without "
                 f"its hyphens{hint}"

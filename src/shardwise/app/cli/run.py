@@ -26,7 +26,7 @@ from shardwise.base.errors import UserError
 from shardwise.base.say import say
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
-from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
+from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, Nodes, OnJoin
 from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing, run_rank, run_worker
 from shardwise.elastic.restarts import run_job
@@ -49,7 +49,6 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     OnResume,
-    Reads,
     Seconds,
     require,
     setting,
@@ -88,32 +87,10 @@ class HostsConfig(Config):
         HOSTS,
         metavar="FILE",
     )
-    rdzv_backend: JobBackend = setting(
-        JobBackend.OURS,
-        "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
-        "of --rdzv, which may outlive host 0.",
-        HOSTS,
-    )
-    rdzv_id: str | None = setting(
-        None,
-        "Name of the job, which tells it from others in the same store of --rdzv-backend.",
-        HOSTS,
-        metavar="NAME",
-        shown="shardwise",
-        reads=Reads.TEXT,
-    )
 
     def nodes_within(self, timeout: float) -> Nodes | None:
         """Return the hosts of the job, which come within ``seconds``; see :meth:`Nodes.of`."""
-        return Nodes.of(
-            self.nnodes,
-            self.node_rank,
-            self.rdzv,
-            timeout,
-            self.rdzv_token_file,
-            self.rdzv_backend,
-            self.rdzv_id,
-        )
+        return Nodes.of(self.nnodes, self.node_rank, self.rdzv, timeout, self.rdzv_token_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +321,7 @@ def _meeting(nodes: Nodes) -> str:
     if nodes.least is None:
         who = f"this is {nodes.rank} of {nodes.count}"
     lines = [f"hosts      {who}; meeting at {nodes.where}"]
-    if nodes.backend is JobBackend.OURS and not nodes.token:
+    if not nodes.token:
         lines.append(
             f"hosts      warning: no token, so anyone who reaches {nodes.where} may take part; set "
             f"{TOKEN} or {TOKEN_FILE} on all hosts"

@@ -281,7 +281,7 @@ def check_names(hosts: Sequence[Facts], seen_at: Mapping[int, str]) -> list[Find
             found.append(warn(NAMES, text, advice))
         if host.nnodes > 1 and not any(host.resolved in own for own in host.interfaces.values()):
             text = f"{host.label}: its name leads to {host.resolved}, which is not this host"
-            advice = "write both into /etc/hosts; torchrun and --rdzv-backend c10d look it up"
+            advice = "write both into /etc/hosts; torchrun looks it up"
             found.append(warn(NAMES, text, advice))
     return found or [ok(NAMES, "localhost and the name of each host lead to it")]
 

@@ -1,8 +1,8 @@
 """The diagnosis: the hosts meet, the checks run in order, and each may take only so long.
 
-They meet as the hosts of a job do: host 0 serves a store, behind a token if there is one. Each host
-writes its values there under a name that only host 0 gets. Host 0 publishes them under keys that
-no other host can write.
+They meet as the hosts of a job do, at a registry that host 0 serves, behind a token if there is
+one. In each step, every host reports a value under a name that only host 0 gets, and host 0
+publishes the values of all.
 
 Every host that connects is admitted, even one with a rank that another has: reporting that is the
 purpose. Without a token, it may be anybody. So the peers are not trusted. What they send enters
@@ -14,6 +14,7 @@ was made with.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import math
@@ -21,7 +22,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,12 @@ from shardwise.app.doctor.probe import (
     measure_connection,
 )
 from shardwise.base.units import counted, printable
-from shardwise.elastic.hosts import JobBackend, Nodes
+from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import addresses, is_address, listening, scope_of
 
 if TYPE_CHECKING:
-    from shardwise.elastic.store import GuardedStore, StoreServer
+    from shardwise.elastic.registry import Registry, RegistryClient
+    from shardwise.elastic.store import GuardedStore
 
 
 RENDEZVOUS = "rendezvous"
@@ -50,10 +52,11 @@ _RETRY = 0.3  # seconds between attempts to connect
 _POLL = 0.02  # seconds between looks for what the others send
 _SLACK = 3.0  # seconds that an answer of host 0 may take, beside what it waits for
 _MOST_PEERS = 64  # hosts admitted for every one that is expected
+_MOST_IN_ALL = 4096
 _LONGEST = 200  # characters of a text
 _LARGEST = 2.0**63
 _DEEPEST = 8  # lists in lists
-_MOST_BYTES = 2**18  # of a value
+_MOST_BYTES = 2**19  # of all values in one step
 _PORTS = range(1024, 65536)  # that a kernel chooses from
 _GRACE = 1.0  # seconds to wait for surplus hosts, once as many came as were expected
 
@@ -72,6 +75,36 @@ class RendezvousError(Exception):
     def __init__(self, text: str, advice: str) -> None:
         self.finding = fail(RENDEZVOUS, text, advice)
         super().__init__(str(self.finding))
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What a host reports.
+
+    Attributes:
+        step: the number of the exchange, from 1; the same on all hosts.
+        value: what it sends.
+    """
+
+    step: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class DoctorPlan:
+    """What host 0 publishes.
+
+    Attributes:
+        step: the number of the last exchange that is over; 0: all hosts are there.
+        values: what each host has sent, by index; None for those that are gone.
+        addresses: where each comes from, by index; empty for host 0.
+        names: a digest of the name of each, by index; empty for host 0.
+    """
+
+    step: int
+    values: list[Any]
+    addresses: list[str]
+    names: list[str]
 
 
 class HostGroup:
@@ -95,10 +128,10 @@ class HostGroup:
         self.addresses = [""]
         self._nodes = nodes
         self._name = f"doctor {secrets.token_hex(16)}"
-        self._steps = 0
-        self._server: StoreServer | None = None  # on host 0
-        self._names: list[str | None] = []  # on host 0: of all others; None for those that are gone
-        self._store: GuardedStore | None = None
+        self._step = 0
+        self._registry: Registry[DoctorReport] | None = None  # on host 0
+        self._names = [""]  # on host 0: of all hosts, by index
+        self._client: RegistryClient[DoctorReport, DoctorPlan] | None = None
         if nodes.count == 1:
             _listen(nodes).close()
             return
@@ -125,14 +158,10 @@ class HostGroup:
         Raises:
             RendezvousError: host 0 is gone.
         """
-        self._steps += 1
-        step = str(self._steps)  # of this exchange, the same on all hosts
-        if self._nodes.rank == 0:
-            deadline, peers = time.monotonic() + seconds, range(len(self._names))
-            values = [_sanitized(value), *(self._receive(at, step, deadline) for at in peers)]
-            self._publish(step, values)
-            return values
-        return self._ask_host_0(step, value, seconds)
+        self._step += 1
+        if self._client is None:
+            return self._collect(_sanitized(value), seconds)
+        return self._ask_host_0(self._client, value, seconds)
 
     def endpoints(self, own: str, port: int, seconds: float) -> list[tuple[str, int] | None]:
         """Exchange where each host can be reached.
@@ -153,7 +182,7 @@ class HostGroup:
             RendezvousError: host 0 is gone.
         """
         ports = self.all_gather(port, seconds)
-        address_0 = "" if self._nodes.rank == 0 or self._store is None else self._store.peer
+        address_0 = "" if self._client is None else self._client.store.peer
         seen_at = [address_0, *self.addresses[1:]]
         endpoints = [_endpoint(*each, address_0) for each in zip(seen_at, ports, strict=True)]
         endpoints[self.index] = own, port
@@ -161,138 +190,122 @@ class HostGroup:
 
     def close(self) -> None:
         """Leave. Host 0 waits a little until the others have read what it has published."""
-        if self._store is not None:
-            self._store.close()
-        if self._server is not None:
-            deadline = time.monotonic() + _SLACK
-            while time.monotonic() < deadline and self._server.clients().keys() & {*self._names}:
+        if self._client is not None:
+            self._client.store.close()
+        if self._registry is not None:
+            deadline, store = time.monotonic() + _SLACK, self._registry.store
+            while time.monotonic() < deadline and store.clients().keys() & {*self._names}:
                 time.sleep(_POLL)
-            self._server.close()
-
-    @contextlib.contextmanager
-    def _reached(self) -> Iterator[GuardedStore]:
-        """Use the store, and report it if host 0 is gone."""
-        assert self._store is not None
-        try:
-            yield self._store
-        except (OSError, ValueError, LookupError) as error:  # the last two if it is no store
-            where = f"host 0 at {self._nodes.where}"
-            text = f"{where} left or went silent ({printable(str(error))})"
-            raise RendezvousError(text, "look at its output") from None
+            self._registry.close()
 
     # -- on every host but host 0 ------------------------------------------------------------------
 
     def _join(self) -> None:
+        from shardwise.elastic.registry import RegistryClient
         from shardwise.elastic.store import StoreTimeoutError
 
         nodes = self._nodes
-        self._store = _connect(nodes, self._name)
-        own = _index_key(self._name)
-        found = index = None
-        with self._reached() as store:
-            # Host 0 writes both at once, after it has waited for all hosts.
-            store.set_timeout(timedelta(seconds=nodes.timeout + _GRACE + _SLACK))
-            with contextlib.suppress(StoreTimeoutError):
-                found = _read(store.get(_ADDRESSES))
-            if found is not None and not store.check([own]):
-                text = f"host 0 at {nodes.where} has begun without this host"
-                advice = "run the command on all hosts within --timeout, as many as --nnodes"
-                raise RendezvousError(text, advice)
-            if found is not None:
-                index = _read(store.get(own))
-        if (
-            not isinstance(found, list)
-            or not all(isinstance(each, str) for each in found)
-            or type(index) is not int
-            or not 0 < index < len(found) <= 1 + _MOST_PEERS * nodes.count
-        ):
+        self._client = RegistryClient(_connect(nodes, self._name), self._name, DoctorPlan)
+        # Host 0 publishes once it has waited for all hosts.
+        limit = timedelta(seconds=nodes.timeout + _GRACE + _SLACK)
+        self._client.store.set_timeout(limit)
+        try:
+            plan = self._client.news()
+        except (ValueError, StoreTimeoutError):
+            plan = None
+        except OSError as error:
+            raise self._lost(error) from None
+        if plan is None or len(plan.addresses) > 1 + _most_peers(nodes):
             text = f"what answers at {nodes.where} is not the doctor"
             advice = "run the command on host 0, of the same version and with this port"
             raise RendezvousError(text, advice)
-        self.index, self.addresses = index, found
+        if _digest(self._name) not in plan.names[1 : len(plan.addresses)]:
+            text = f"host 0 at {nodes.where} has begun without this host"
+            advice = "run the command on all hosts within --timeout, as many as --nnodes"
+            raise RendezvousError(text, advice)
+        self.index, self.addresses = plan.names.index(_digest(self._name), 1), plan.addresses
 
-    def _ask_host_0(self, step: str, value: Any, seconds: float) -> list[Any]:
-        keys = [_public_key(step, at) for at in range(len(self.addresses))]
-        with self._reached() as store:
-            store.set(f"{self._name}/{step}", json.dumps(value))
-            # Host 0 waits for the slowest host before it answers.
-            store.set_timeout(timedelta(seconds=2 * seconds + _SLACK))
-            received = [_read(each) for each in store.multi_get(keys)]
-        received[self.index] = _sanitized(value)
-        return received
+    def _ask_host_0(
+        self, client: RegistryClient[DoctorReport, DoctorPlan], value: Any, seconds: float
+    ) -> list[Any]:
+        deadline = time.monotonic() + 2 * seconds + _SLACK  # it waits for the slowest host
+        try:
+            client.report(DoctorReport(self._step, value))
+            while (plan := client.news()) is None or plan.step != self._step:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it does not answer")
+                time.sleep(_POLL)
+            if len(plan.values) != len(self.addresses):
+                raise ValueError(f"found {len(plan.values)} values for {len(self.addresses)} hosts")
+        except (OSError, ValueError) as error:  # the latter if it is not the doctor
+            raise self._lost(error) from None
+        values = [_sanitized(each) for each in plan.values]
+        values[self.index] = _sanitized(value)
+        return values
+
+    def _lost(self, error: Exception) -> RendezvousError:
+        where = f"host 0 at {self._nodes.where}"
+        text = f"{where} left or went silent ({printable(str(error))})"
+        return RendezvousError(text, "look at its output")
 
     # -- on host 0 ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        from shardwise.elastic.store import StoreServer
-
-        nodes = self._nodes
-        self._server = StoreServer(_listen(nodes), nodes.token)
-        self._admit(self._server)
-
-    def _admit(self, server: StoreServer) -> None:
         """Wait for all hosts, and tell each its place."""
-        count, others = self._nodes.count, dict[str, str]()
-        deadline, grace = time.monotonic() + self._nodes.timeout, math.inf
-        while len(others) < _MOST_PEERS * count and time.monotonic() < min(deadline, grace):
+        from shardwise.elastic.registry import Registry
+
+        nodes, others = self._nodes, dict[str, str]()
+        self._registry = Registry(_listen(nodes), nodes.token, DoctorReport)
+        most = _most_peers(nodes)
+        deadline, grace = time.monotonic() + nodes.timeout, math.inf
+        while len(others) < most and time.monotonic() < min(deadline, grace):
             time.sleep(_POLL)
-            found = server.clients().items()
+            found = self._registry.store.clients().items()
             others = {name: address for name, address in found if len(name) <= _LONGEST}
-            if len(others) >= count - 1:
+            if len(others) >= nodes.count - 1:
                 grace = min(grace, time.monotonic() + _GRACE)
-        names = [*others][: _MOST_PEERS * count]
-        self._names = [*names]
-        self.addresses = ["", *(others[name] for name in names)]
-        for at, name in enumerate(names, 1):
-            server.put(_index_key(name), json.dumps(at).encode())
-        server.put(_ADDRESSES, json.dumps(self.addresses).encode())
+        self._names += [*others][:most]
+        self.addresses += [*others.values()][:most]
+        self._publish([])
 
-    def _receive(self, at: int, step: str, deadline: float) -> Any:
-        """Return what a host sends; None once it is gone, or silent for too long."""
-        name, server = self._names[at], self._server
-        assert server is not None
-        if name is None:
-            return None
-        key = f"{name}/{step}"
+    def _collect(self, own: Any, seconds: float) -> list[Any]:
+        """Wait for what all hosts send in this step, and publish it."""
+        if self._registry is None:
+            return [own]
+        values, deadline = {0: own}, time.monotonic() + seconds
         while True:
-            is_there = name in server.clients()  # before the look: what it wrote last counts
-            sent = server.values(key).get("")
-            if sent is not None:
-                server.forget(key)
-                return _read(sent)
-            if not is_there or time.monotonic() > deadline:
-                server.drop(name, "it was silent for too long")
-                self._names[at] = None
-                return None
+            late, presence = time.monotonic() > deadline, self._registry.look()
+            for at, name in enumerate(self._names[1:], 1):
+                said = presence.reports.get(name)
+                if said is not None and said.step == self._step:
+                    values.setdefault(at, _sanitized(said.value))
+                elif name not in presence.silence:
+                    values[at] = None  # it is gone
+                elif late:
+                    self._registry.store.drop(name, "it was silent for too long")
+                    values[at] = None
+            if len(values) == len(self._names):
+                ordered = [values[at] for at in range(len(values))]
+                self._publish(ordered)
+                return ordered
             time.sleep(_POLL)
 
-    def _publish(self, step: str, values: list[Any]) -> None:
-        if self._server is not None:
-            for at, value in enumerate(values):
-                sent = json.dumps(value).encode()
-                sent = sent if len(sent) <= _MOST_BYTES else b"null"
-                self._server.put(_public_key(step, at), sent)
+    def _publish(self, values: list[Any]) -> None:
+        assert self._registry is not None
+        most = _MOST_BYTES // max(1, len(values))
+        sent = [each if len(json.dumps(each)) <= most else None for each in values]
+        names = ["", *map(_digest, self._names[1:])]
+        self._registry.publish(DoctorPlan(self._step, sent, self.addresses, names))
 
 
-_ADDRESSES = "server/addresses"
+def _most_peers(nodes: Nodes) -> int:
+    """Return how many hosts are admitted: all that are expected, and many others."""
+    return max(nodes.count, min(_MOST_PEERS * nodes.count, _MOST_IN_ALL))
 
 
-def _index_key(name: str) -> str:
-    return f"server/index/{name}"
-
-
-def _public_key(step: str, index: int) -> str:
-    return f"server/values/{step}/{index}"
-
-
-def _read(sent: bytes) -> Any:
-    """Read what another host sent; None for what cannot be read."""
-    if len(sent) > _MOST_BYTES:
-        return None
-    try:
-        return _sanitized(json.loads(sent))
-    except (ValueError, RecursionError):
-        return None
+def _digest(name: str) -> str:
+    """Return what tells the host of a name that it is meant, and nobody else the name."""
+    return hashlib.sha256(name.encode()).hexdigest()[:20]
 
 
 def _sanitized(value: Any, depth: int = 0) -> Any:
@@ -367,23 +380,6 @@ def _connect(nodes: Nodes, name: str) -> GuardedStore:
         raise RendezvousError(*_unreachable(nodes, error)) from None
 
 
-def check_backend(nodes: Nodes) -> Finding:
-    """Check that the address of a rendezvous backend of torch's can be reached from here.
-
-    With ``c10d``, nothing listens there before the job starts: one of the hosts will serve it.
-    """
-    try:
-        socket.create_connection((nodes.address, nodes.port), timeout=_ANSWER).close()
-    except ConnectionRefusedError as error:
-        if nodes.backend is not JobBackend.C10D:
-            return fail(RENDEZVOUS, *_unreachable(nodes, error))
-        text = f"the host of {nodes.where} can be reached; nothing listens there yet"
-        return ok(RENDEZVOUS, text)
-    except OSError as error:
-        return fail(RENDEZVOUS, *_unreachable(nodes, error))
-    return ok(RENDEZVOUS, f"{nodes.where} can be reached; the other hosts are not asked")
-
-
 def _unreachable(nodes: Nodes, error: OSError) -> tuple[str, str]:
     """Return that an address cannot be reached, and what to do."""
     reason = printable(error.strerror or str(error))
@@ -393,8 +389,6 @@ def _unreachable(nodes: Nodes, error: OSError) -> tuple[str, str]:
 def _advice(nodes: Nodes, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "the name does not resolve here; pass the address of host 0"
-    if nodes.backend is JobBackend.ETCD:
-        return "start etcd there, check the address, open the port"
     own = [address for each in addresses().values() for address in each]
     if nodes.address in own:
         return f"this is the address of this host, whose rank is {nodes.rank}; pass that of host 0"
@@ -414,9 +408,6 @@ SECONDS = {"facts": 10.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
 def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding], None]) -> bool:
     """Check this host and, together with all others, the connections between them.
 
-    With a backend of torch's, the hosts do not meet: its store is not the doctor's to write to.
-    Each checks whether it reaches the address, and itself.
-
     Args:
         nodes: the job, as this host was given it; a job of one host needs no other.
         own: what is true of this host.
@@ -435,14 +426,10 @@ def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding
             say(finding)
 
     try:
-        if nodes.backend is JobBackend.OURS:
-            with contextlib.closing(HostGroup(nodes)) as hosts:
-                _check_all(nodes, hosts, own, least_gbit, report)
-            return healthy
-        found = check_backend(nodes)
+        with contextlib.closing(HostGroup(nodes)) as hosts:
+            _check_all(nodes, hosts, own, least_gbit, report)
     except RendezvousError as error:
-        found = error.finding
-    report([found, *_check_each([own], {})])
+        report([error.finding, *_check_each([own], {})])
     return healthy
 
 
