@@ -154,7 +154,7 @@ class OwnStates(CheckedOptimizer):
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the tensors of a parameter's state look like, by name, ``step`` left out."""
 
-    def new_state(self, param: Tensor) -> dict[str, Tensor]:
+    def new_state(self, param: Tensor) -> Mapping[str, Tensor]:
         """The state of a parameter before its first step.
 
         Args:
