@@ -13,7 +13,8 @@ from tests.fresh import loaded_after
 DOORS = {
     "fully_shard": ("shardwise.fully_shard", 13659, 51),
     "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 16899, 61),
-    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 19143, 74),
+    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18875, 74),
+    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21201, 85),
     "simulate": ("shardwise.simulate(print, 2)", 7409, 36),
     "timeline.record": ("shardwise.timeline.record", 7366, 33),
     "a training of a recipe": (
@@ -30,6 +31,14 @@ import shardwise; shardwise.checkpoint.latest('runs'); shardwise.diloco; shardwi
 from shardwise import *
 """,
     "a rank": "import shardwise.app.recipes.lm",
+}
+
+_FORMATS = "shardwise.checkpoint.formats"
+_READERS = tuple(f"{_FORMATS}.{name}" for name in ("archive", "dcp", "pickles", "rank_files"))
+#: What is never loaded: checkpoints know no optimizer, and no format before there is a file of it.
+NEVER = {
+    "checkpoint.save": ("shardwise.optim", _FORMATS),
+    "checkpoint.load": ("shardwise.optim", *_READERS),
 }
 
 Loaded = dict[str, dict[str, str | None]]
@@ -51,6 +60,7 @@ def test_a_front_door_loads_no_more_than_it_did(door: str, loaded: Loaded) -> No
     print(f"{door}: {lines} lines in {len(files)} files, of {most_lines} in {most_files}")
     assert lines <= most_lines
     assert len(files) <= most_files
+    assert not [name for name in mine if name.startswith(NEVER.get(door, ()))]
 
 
 def test_the_library_is_there_without_what_only_trainings_need(loaded: Loaded) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
-    "optim/part.py": "says which elements a rank holds; only reports of the inspector take them",
+    "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "sharding/drawing.py": "works on the stream of the program, where its broadcasts run too",
     "sharding/own_order.py": "numbers of the host that ranks announce",
     "transport/gloo.py": "messages between tensors of the host",
@@ -19,7 +19,7 @@ HOST_ONLY = {
     "checkpoint/formats": "files",
     "checkpoint/tools": "files",
     "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
-    "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
+    "checkpoint/ranks/optimizer_loading.py": "reads files into the memory of the host",
     "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/moving.py": "copies rows to the host and back, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",

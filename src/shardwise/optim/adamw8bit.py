@@ -89,14 +89,18 @@ class AdamW8bit(OwnStates):
         weight_decay: float = 1e-2,
     ) -> None:
         check_arguments(AdamW8bit.__init__, locals())
-        self._blocks: dict[Tensor, MomentBlocks | None] = {}
-        self._books: dict[tuple[Range, torch.device, float], CodeBook] = {}
+        self.forget_layout()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._blocks, self._books = {}, {}  # which copies do not have
+        self.forget_layout()  # which copies do not have
         super().__setstate__(state)
+
+    def forget_layout(self) -> None:
+        """Forget the blocks of moments."""
+        self._blocks: dict[Tensor, MomentBlocks | None] = {}
+        self._books: dict[tuple[Range, torch.device, float], CodeBook] = {}
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
         beta1, beta2 = options["betas"]

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
+from shardwise.base.boxes import row_major
 from shardwise.base.optim_names import STEP, keys_in_order, parameters_in_order
 from shardwise.base.scratch import file
 from shardwise.optim.checked import CheckedOptimizer
-from shardwise.optim.part import row_major
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class OwnStates(CheckedOptimizer):
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the tensors of a parameter's state look like, by name, ``step`` left out."""
 
-    def new_state(self, param: Tensor) -> dict[str, Tensor]:
+    def new_state(self, param: Tensor) -> Mapping[str, Tensor]:
         """The state of a parameter before its first step.
 
         Args:

@@ -90,7 +90,7 @@ class Muon(CheckedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": Algorithm.MUON.value,
         }
-        self._forget_plans()
+        self.forget_layout()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Muon(CheckedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # those of torch.optim.Muon do not say it
             group.setdefault("algorithm", Algorithm.MUON.value)
-        self._forget_plans()
+        self.forget_layout()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
@@ -165,7 +165,8 @@ class Muon(CheckedOptimizer):
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def _forget_plans(self) -> None:
+    def forget_layout(self) -> None:
+        """Forget which ranks share parameters, and who does what."""
         self._pools = Pools()
         self._plans = WorkPlans()
 

@@ -28,15 +28,16 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import named_in_group, parameters_in_order
+from shardwise.base.states_keeper import StatesKeeper
 from shardwise.optim import trials
 from shardwise.optim.around import hyperparameters, needs_closure
 from shardwise.optim.cells import Cell, MakeOptimizer, ParamCall
 from shardwise.optim.checked import gradient
 from shardwise.optim.deal import MOVE, ROUND_BYTES, Unit, UnitPart, deal, units_of
 from shardwise.optim.forms import taking_states
-from shardwise.optim.part import full_part
 from shardwise.optim.pool import Pools, parts_of, ranks_of
 from shardwise.optim.shared_work import SharedWork, WorkPlan, WorkPlans
+from shardwise.sharding.part import full_part
 
 
 class Way(enum.Enum):
@@ -106,7 +107,7 @@ def whole(
 _Owners = dict[Tensor, tuple[DeviceMesh, int]]
 
 
-class OptimizerOnShards(torch.optim.Optimizer):
+class OptimizerOnShards(StatesKeeper, torch.optim.Optimizer):
     """An optimizer whose instances see plain tensors; :func:`local` and :func:`whole` make it.
 
     Args:

@@ -10,7 +10,6 @@ and say where shards are in other words, which :mod:`.torch_xla` reads.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.base.boxes import Box, full_box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import Fields, check_shape, check_text, refuse, shorten
-from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.values import RANKS, held_in, path_of_items
 from shardwise.checkpoint.formats.source import Extent, ExtentSource, check_boxes
@@ -35,27 +34,6 @@ FORMAT = "shardwise.rank"
 VERSION = 1
 _MAX_RANKS = 10**6
 _SECTIONS = ("model", "optimizer", "shard_metadata")
-_NAME = re.compile(r"(.*?)rank-(\d{1,9})-of-(\d{1,9})(\.pt|\.pth|\.bin)")
-
-
-def is_rank_file(path: Path) -> bool:
-    """Whether a path has the name of one rank's file."""
-    return _NAME.fullmatch(path.name) is not None
-
-
-def sets_of_rank_files(folder: Path) -> list[list[Path]]:
-    """The files of ranks in a folder; those of one checkpoint together, by rank."""
-    found: dict[tuple[str, ...], list[tuple[int, Path]]] = {}
-    for path in folder.glob("*rank-*-of-*.*"):
-        if match := _NAME.fullmatch(path.name):
-            before, rank, *rest = match.groups()
-            found.setdefault((before, *rest), []).append((int(rank), path))
-    return [[path for _, path in sorted(files)] for _, files in sorted(found.items())]
-
-
-def files_beside(path: Path) -> list[Path]:
-    """The files of all ranks of the checkpoint that a file of one rank belongs to."""
-    return next((files for files in sets_of_rank_files(path.parent) if path in files), [path])
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.arguments import check_arguments
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import refuse, shorten
 from shardwise.base.units import printable
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, dtype_name
 from shardwise.checkpoint.disk.values import replaced_in
@@ -45,11 +45,10 @@ from shardwise.checkpoint.formats.rank_files import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
-from shardwise.checkpoint.ranks.optimizer import (
+from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.optimizer_loading import (
     destinations,
     load_optimizer_tree,
-    optimizer_tree,
-    parameter_names,
     saved_groups,
 )
 from shardwise.checkpoint.ranks.state import sharded_state_dict, sharded_state_dicts

@@ -20,6 +20,7 @@ from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import folder_of_place
 from shardwise.base.portions import portions
+from shardwise.base.states_keeper import StatesKeeper, keeper_of
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -96,7 +97,7 @@ def offload(
     return OffloadedOptimizer(optimizer, Masters(masters), make_store, staging)
 
 
-class OffloadedOptimizer(AroundOptimizer):
+class OffloadedOptimizer(StatesKeeper, AroundOptimizer):
     """An optimizer whose states are kept elsewhere, except during its step; see :func:`offload`.
 
     Between steps, its states are tensors as ever. Those on a disk are mapped: reading one reads the
@@ -130,6 +131,18 @@ class OffloadedOptimizer(AroundOptimizer):
         self._failed: OffloadError | None = None
         super().__init__(inner)
         self._open()
+
+    def new_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The state of a parameter before the first step of the inner optimizer.
+
+        Args:
+            param: the parameter.
+        """
+        return keeper_of(self.inner).new_state(param)
+
+    def forget_layout(self) -> None:
+        """Let the inner optimizer forget how parameters were cut."""
+        keeper_of(self.inner).forget_layout()
 
     @property
     def nbytes_kept(self) -> int:
