@@ -68,7 +68,7 @@ def other_run(recipe: str, root: Path) -> Any:
     """A run whose options all have other values than by default; no weights that it starts from."""
     config = train._options_of(recipe).default
     for setting in settings_of(recipe):
-        if setting.key not in ("--from", "--existing"):
+        if setting.key not in ("--from", "--resume"):
             config = changed(config, setting.keys, another(setting, recipe))
     config = config.with_train(output=dataclasses.replace(config.train.output, out=root))
     (root / "checkpoints" / "step-00000001").mkdir(parents=True)

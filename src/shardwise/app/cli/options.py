@@ -128,7 +128,6 @@ PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
 NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
 PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
-Number = partial(typer.Option, parser=read_number)
 
 # Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -226,8 +225,8 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What a file calls it, with its hyphens: ``--batch-size``."""
-        return self.name.partition("/")[0]
+        """What a file calls it, with its hyphens: ``--batch-size``; of several flags the first."""
+        return next(iter(self.flags), self.name.partition("/")[0])
 
     @property
     def names(self) -> list[str]:
