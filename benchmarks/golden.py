@@ -43,7 +43,7 @@ def losses(options: tuple[str, ...]) -> list[float]:
         (folder / "text.txt").write_text(text)
         command = ("train", "lm", "--nproc", "2", "--data", str(folder / "text.txt"))
         size = ("--steps", str(STEPS), "--seq-length", "64", "--lr", "1e-3")
-        where = ("--out", str(folder / "run"), "--no-tensorboard", "--log-every", str(EVERY))
+        where = ("--out", str(folder / "run"), "--log-every", str(EVERY))
         line = (sys.executable, "-m", "shardwise", *command, *size, *where, *options)
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         metrics = (folder / "run" / "metrics.jsonl").read_text().splitlines()

@@ -88,8 +88,36 @@ nproc: 2
 
 
 @pytest.mark.parametrize(
+    ("text", "existing", "stepping"),
+    [
+        ("resume: true", "resume", "after-backward"),
+        ("auto_resume: true\nstep-in-backward: true", "auto-resume", "in-backward"),
+        ("auto_resume_from_checkpoints: true\nresume: false", "auto-resume", "after-backward"),
+        ("overwrite_output_dir: true", "overwrite", "after-backward"),
+        ("overwrite: false\nresume: ~\nstep-in-backward: false", "refuse", "after-backward"),
+    ],
+)
+def test_a_flag_is_true_or_false(tmp_path: Path, text: str, existing: str, stepping: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    options = Options(default=RECIPES["lm"])
+    found = read_options(tmp_path / "run.yaml", [options], "train lm")
+    config = options.read({}, None, {name: each.value for name, each in found.items()})
+    assert config.train.output.existing.value == existing
+    assert config.train.stepping.value == stepping
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"resume: true\nauto-resume: true", r"line 2, .* found auto-resume too, expected it once "
+         r"\(.*line 1, column 1"),
+        (b"step-in-backward: yes", "found 'yes', expected one of true, false for step-in-backward"),
+        (b"existing: auto-resume", "mean resume, auto-resume or overwrite"),
+        (b"stepping: in-backward", "did you mean step-in-backward"),
+        (b"gradient_checkpointing: true", "did you mean activation-checkpointing: full"),
+        (b"resume_from_checkpoint: true", "did you mean resume, and out with the folder"),
+        (b"training:\n  steps: 3", "without its hyphens; a file has no sections"),
+        (b"load_in_8bit: false", "did you mean base: nf4"),
         (b"batchsize: 3", "line 1, column 1: found 'batchsize', expected an option of train lm "
          "without its hyphens; did you mean batch-size?"),
         (b"\nlr: fast", "line 2, column 5: found 'fast', expected a number for lr"),
@@ -233,10 +261,9 @@ def test_every_option_has_a_key(recipe: str) -> None:
 
     command = typer.main.get_command(main.commands([])).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
-    flags = {"--resume", "--auto-resume", "--overwrite", "--step-in-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
     options: Options[Any] = train._options_of(recipe)
     every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))
-    keys = {setting.key for each in every for setting in each.settings()}
+    keys = {key for each in every for s in each.settings() for key in (s.key, *s.flags)}
     assert re.match("--", min(keys))
-    assert shown - flags - own <= keys
+    assert shown - own <= keys

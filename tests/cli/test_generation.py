@@ -178,9 +178,9 @@ def test_a_text_ends_with_the_end_of_text(shell: Shell, folder: Path) -> None:
     [
         (["--max-tokens", "0"], "--max-tokens: found 0, expected 1 or more"),
         (["--temperature", "nan"], "--temperature: found nan, expected 0 or more"),
-        (["--top-p", "0"], "--top-p: found 0.0, expected more than 0, and 1 at most"),
+        (["--top-p", "0"], "--top-p: found 0.0, expected a number above 0"),
         (["--top-k", "-1"], "--top-k: found -1, expected 0 or more"),
-        (["--dtype", "int8"], "--dtype: found int8, expected one of fp32, bf16, fp16"),
+        (["--dtype", "int8"], "--dtype: found 'int8', expected one of fp32, bf16, fp16"),
     ],
 )
 def test_a_wrong_option_is_one_line(shell: Shell, words: list[str], expected: str) -> None:

@@ -125,7 +125,7 @@ def test_integers_may_be_written_as_large_ones_are(
         ("plan llama-tiny --device-file .", "found no file to read: found drwx"),
         ("plan llama-tiny --device-file pipe", "pipe: found no file to read: found prw"),
         ("inspect --rank 1e9", "--rank: found 1000000000, expected a rank from 0 to 7"),
-        ("launch-lines --hosts a --nproc 1e20 -- train lm", "--nproc: found 1"),
+        ("launch-lines --hosts a --nproc 1e20 -- train lm", "--nproc: found '1e20', expected"),
         ("launch-lines --slurm 1e9 -- train lm", "--slurm: found 1000000000, expected"),
         ("generate . --max-tokens 1e20", "--max-tokens: found 1"),
         ("generate . --temperature nan", "--temperature: found nan, expected 0 or more"),

@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("whole")
     write_model(folder)
     write_text(folder)
-    more = ("--nproc", "2", "--out", "run", "--tensorboard")
+    more = ("--nproc", "2", "--out", "run", "--log", "tensorboard")
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
         cwd=folder,

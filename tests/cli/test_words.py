@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from shardwise.app.cli import main, train
+from shardwise.app.cli import main, run, train
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.words import ALIASES, FORMS, own_option
@@ -85,7 +86,24 @@ def test_processes_may_be_as_many_as_the_host_has(
         ),
         ("plan llama-tiny --gpus 8", "No such option: --nproc; did you mean --mesh dp=N?"),
         ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
-        ("train lm --nproc many", "--nproc: found 'many', expected a whole number, gpu, cpu or"),
+        *[
+            (line.format("many"), "--nproc: found 'many', expected a whole number, gpu, cpu or")
+            for line in (
+                "train lm --gpus {}",
+                "generate . --num_processes {}",
+                "prove llama-tiny --nproc {}",
+                "doctor --nproc {}",
+                "launch-lines --hosts a --nproc {} -- train lm",
+            )
+        ],
+        ("launch-lines --hosts a --nproc 0 -- train lm", "--nproc: found 0, expected 1 or more"),
+        ("prove llama-tiny --nproc 1", "--nproc: found 1, expected 2 or more"),
+        ("generate . --dtype fp4", "--dtype: found 'fp4', expected one of fp32, bf16, fp16"),
+        ("train lm --tensorboard", "No such option: --tensorboard; did you mean --log tensorboar"),
+        (
+            "train lm --nnodes 2 --node-rank 1 --rdzv a:1 --resume --out gone",
+            "--resume: found no run in gone, expected a run; see --out",
+        ),
         ("train lm --strategy zero4", "--strategy: found 'zero4', expected one of full"),
         ("train lm --nnodes 2 --node-rank 0", "--rdzv: found nothing, expected HOST:PORT"),
         ("train lm --mesh dp=1,tp=2 --nproc 2", "--mesh: found dp=1,tp=2, expected dimensions of"),
@@ -96,3 +114,62 @@ def test_what_is_meant_is_named(
     capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     assert message in shell.refused(capsys, *line.split())
+
+
+def test_each_host_counts_its_own_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("launch-lines", "--hosts", "a", "--nproc", "gpu", "--", "train", "lm") == 0
+    assert "shardwise train lm --nproc gpu\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"messages": [{"role": "user", "content": "a"}]}\n{"mess',
+        '\n[ {"instruction": "a", "output": "b"}]',
+        '\ufeff{"id": 1, "conversations": []}\n',
+        '{"prompt": "a", "completion": "b"}\n',
+    ],
+)
+@pytest.mark.parametrize("more", ["", "--tokenizer gpt2"])
+def test_chats_that_are_given_as_text_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], content: str, more: str
+) -> None:
+    Path("chats.jsonl").write_text(content)
+    expected = "--data: found chats.jsonl, which has chats, expected --chat in place of --data\n"
+    assert expected in shell.refused(capsys, "train", "lm", "chats.jsonl", *more.split())
+    Path("a.jsonl").write_text('{"text": "a", "prompt": "b"}')
+    Path("chats.json").write_text(content)
+    assert "--data: found chats.json, which" in shell.refused(capsys, "train", "lm", "chats.json")
+    held = shell.refused(capsys, "train", "lm", "a.jsonl", "--eval-data", "chats.jsonl")
+    assert "--eval-data: found chats.jsonl, which has chats" in held
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "package"),
+    [
+        ("notes.txt", "--tokenizer none", None),
+        ("notes.md", "", None),
+        ("a.jsonl", "", "datasets"),
+        ("notes.txt.zst", "--tokenizer none", "zstandard"),
+        ("hf:a/b", "", "datasets"),
+    ],
+)
+def test_plain_text_needs_no_package(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    more: str,
+    package: str | None,
+) -> None:
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text('{"text": "a"}\n' * 500)
+    find, missing = importlib.util.find_spec, ("datasets", "zstandard")
+    monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n in missing else find(n))
+    monkeypatch.setattr(run, "run_job", lambda *_: 0)
+    line = f"train lm --data {file} {more}"
+    if package is None:
+        assert call(*line.split()) == 0
+    else:
+        said = shell.refused(capsys, *line.split())
+        assert f"--data {file} needs {package}, not installed here: " in said
+        assert said.endswith(f" install {package}\n")

@@ -142,6 +142,7 @@ def test_sequences_have_the_usual_length_unless_the_model_is_shorter() -> None:
         ({"mesh": "dp=2,tp=3"}, MeshError, "a tp that divides the 4 attention heads"),
         ({"mesh": "pp=2"}, MeshError, "among dp_replicate, dp"),
         ({"step": PlannedStep(batch_size=0)}, SettingsError, "batch_size: found 0, expected 1"),
+        ({"available": -5}, SettingsError, "available: found -5, expected bytes, 1 or more"),
         ({"step": PlannedStep(optimizer="no:sgd")}, SettingsError, "optimizer: found no:sgd"),
         ({"machine": MachineConfig(device="h1000")}, MachineError, "h100"),
         ({"machine": MachineConfig(device="h100", link="carrier-pigeon")}, MachineError, "ib-400"),

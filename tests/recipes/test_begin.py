@@ -155,6 +155,14 @@ def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], mes
         )
 
 
+def test_a_host_that_does_not_see_the_run_that_goes_on_is_told() -> None:
+    names = agreed_options(LmConfig.for_model("llama-tiny"))
+    hosts = [facts(seed=1, existing="resume"), facts(existing="auto-resume")]
+    message = "expected 1, as on host 0, which goes on with a run; host 1 .* does not see it: --res"
+    with pytest.raises(OptionError, match=f"--seed: found 0 on host 1, {message}"):
+        check_alike(hosts, names)
+
+
 @pytest.mark.parametrize("before", [{"beta1": 0.9, "beta2": 0.95}, {"betas": [0.9, 0.95]}])
 def test_a_run_goes_on_with_its_betas_however_it_wrote_them(
     tmp_path: Path, before: dict[str, Any]
@@ -206,7 +214,7 @@ def test_the_line_installs_into_this_environment(monkeypatch: pytest.MonkeyPatch
 def test_tensorboard_is_needed_only_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name[0] in "tP" else 1)
     check_extras(["json"], [LogName.JSONL])
-    with pytest.raises(UserError, match="training needs tensorboard, not"):
+    with pytest.raises(UserError, match="--log tensorboard needs tensorboard, not"):
         check_extras(["json"], [LogName.TENSORBOARD])
     with pytest.raises(UserError, match=r"pip install pillow$"):
         check_extras(["PIL"])

@@ -42,7 +42,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
-from shardwise.insight.schema.training import Existing
+from shardwise.insight.schema.training import Existing, ScheduleName
 from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import as_after, refusal, train, train_here, train_one, warning_in
@@ -239,7 +239,8 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     longer = small_config(tmp_path, steps=3, batch_size=2, existing=Existing.RESUME)
     capfd.readouterr()
     assert ranks(train, 2, longer) == [["finished"]] * 2
-    assert "warning" not in capfd.readouterr().out, "a step has as many examples as before"
+    said = capfd.readouterr().out
+    assert "examples from here on" not in said, "a step has as many examples as before"
     assert [step for step, _, _ in losses(longer)] == [1, 2, 3]
     found = Checkpoints(longer.files.checkpoints)
     assert found.position(3).examples == 3 * 4, "the position in the data went on"
@@ -670,10 +671,12 @@ def test_what_a_run_goes_on_with_in_another_way_is_said_and_kept(
     first = small_config(tmp_path, steps=2)
     again = (config(steps=3, clip_grad=0.5), "b")
     ranks(_train_with_files, 1, (first, "a"), again, (config(steps=3, clip_grad=0.5), "b"))
-    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("change")]
-    assert said == [
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("change", "warning"))] == [
         "change     --steps: 2 before, 3 from here on",
         "change     --clip-grad: 1.0 before, 0.5 from here on",
+        "warning    step 2 had a learning rate of 1.00e-03, and would have 5.50e-03 now: losses "
+        "differ from those of a run with these options from the start",
     ]
     sessions = first.files.read()["sessions"]
     changes = {"--steps": [2, 3], "--clip-grad": [1.0, 0.5]}
@@ -681,6 +684,19 @@ def test_what_a_run_goes_on_with_in_another_way_is_said_and_kept(
     assert first.files.options.read_text() == "b"
     [earlier] = first.files.earlier_options.iterdir()
     assert (earlier.name, earlier.read_text()) == ("session-1.yaml", "a")
+
+
+def test_a_finished_run_trained_for_longer_is_one_that_was_always_to_be_longer(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where its learning rates do not depend on how long it is."""
+    settings: dict[str, Any] = {"schedule": ScheduleName.CONSTANT, "warmup": 1}
+    whole = small_config(tmp_path, "whole", steps=4, **settings)
+    first = small_config(tmp_path, steps=2, **settings)
+    rest = small_config(tmp_path, steps=4, existing=Existing.RESUME, **settings)
+    ranks(_train_with_files, 1, (whole, ""), (first, ""), (rest, ""))
+    assert losses(rest) == losses(whole)
+    assert "warning" not in capfd.readouterr().out
 
 
 def test_plain_text_has_epochs(ranks: Ranks, tmp_path: Path) -> None:

@@ -139,7 +139,6 @@ def test_names_of_logs_are_checked() -> None:
 
     assert logs("jsonl") == {"jsonl"}
     assert logs("wandb, tensorboard") == {"jsonl", "wandb", "tensorboard"}
-    assert logs("jsonl", tensorboard=True) == {"jsonl", "tensorboard"}
     for wrong in ("", "wandb,", "mlflow", "wandb;jsonl"):
         with pytest.raises(OptionError, match=r"--log: found .* expected names among jsonl, tens"):
             logs(wrong)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from shardwise.app.recipes.text.batches import validation_tokens
 from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer
@@ -146,6 +149,32 @@ def test_no_two_streams_have_a_document_in_common(corpus: Path, streams: int) ->
         seen.update(set(documents_in(rows)))
     assert len(seen) > 200
     assert max(seen.values()) == 1
+
+
+@pytest.mark.parametrize("dealing", [Dealing.BY_FILE, Dealing.BY_DOCUMENT])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_text_goes_on_from_any_document(tmp_path: Path, suffix: str, dealing: Dealing) -> None:
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    documents = texts(80)
+    for number in range(4):
+        some = "\r\n\r\n".join(documents[20 * number : 20 * number + 20])
+        parts = [f"\ufeff\n{some[:99]}".encode(), f"{some[99:]}\n\n\n".encode()]
+        (tmp_path / f"{number}.txt{suffix}").write_bytes(b"".join(map(pack, parts)))
+    source = source_of(tmp_path)
+    held = set(source.validation_texts())
+    read = []
+    for stream in range(2):
+        expected = list(source.training_texts(source.part(stream, 2, dealing)))
+        for taken in range(len(expected)):
+            part = source.part(stream, 2, dealing)
+            assert list(itertools.islice(source.training_texts(part), taken)) == expected[:taken]
+            where = json.loads(json.dumps(part.state_dict()))
+            again = source.training_texts(source.part(stream, 2, dealing), where)
+            assert list(again) == expected[taken:]
+        read += expected
+    assert sorted([*read, *held]) == sorted(documents)
+    with pytest.raises(UserError, match="cannot be read: ValueError: a position"):
+        next(source.training_texts(source.part(0, 2, dealing), {"examples_iterable": {}}))
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +346,10 @@ def test_streams_that_nobody_opened_since_are_still_where_they_were(corpus: Path
 
 
 @pytest.mark.parametrize("paragraphs", [1, 7])
-def test_a_text_of_few_documents_is_cut_and_divided(tmp_path: Path, paragraphs: int) -> None:
+def test_a_text_of_few_documents_is_cut_and_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paragraphs: int
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # text is read without it
     words = [f"word{number}" for number in range(12_000)]
     size = len(words) // paragraphs
     parts = [words[at : at + size] for at in range(0, size * paragraphs, size)]

@@ -64,25 +64,35 @@ def read_options(
         UserError: it cannot be read, or has an option that does not exist, twice, or with a value
             that cannot be; the message names line and column.
     """
-    known = {setting.key: setting for each in options for setting in each.settings()}
+    settings = [setting for each in options for setting in each.settings()]
+    known = {name: setting for setting in settings for name in setting.flags or [setting.key]}
     found: dict[str, FileOption] = {}
     for key, node in _pairs(path):
         place = _place(path, key)
         name = "--" + own_option(str(key.value))
         if name not in known:
             near = [FORMS[name]] if name in FORMS else difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
+            hint = f"; did you mean {_as_line(near[0])}?" if near else ""
+            hint = "; a file has no sections" if node.id == "mapping" else hint
             raise UserError(
                 f"{place}: found {brief(key.value)}, expected an option of {command} without "
                 f"its hyphens{hint}"
             )
-        if name in found:
-            first = found[name].place
-            raise UserError(f"{place}: found {key.value} again, expected it once ({first})")
-        value = _value(known[name], path, node, str(key.value))
-        if value is not None:
-            found[name] = FileOption(value, place)
+        setting = known[name]
+        value = _value(setting, name, path, node, str(key.value))
+        if value is None:
+            continue
+        if setting.key in found:
+            first = found[setting.key].place
+            again = f"{key.value} {'too' if setting.flags else 'again'}"
+            raise UserError(f"{place}: found {again}, expected it once ({first})")
+        found[setting.key] = FileOption(value, place)
     return found
+
+
+def _as_line(form: str) -> str:
+    """Return an option with a value, as ``--nproc gpu``, as the line of a file."""
+    return re.sub(r"^--([\w-]+) (?=\S+$)", r"\1: ", form).replace("--", "")
 
 
 def options_of_run(
@@ -140,7 +150,8 @@ def written(command: str, values: Iterable[tuple[Setting, Any]]) -> str:
         if setting.option.panel != panel:
             panel = setting.option.panel
             lines += ["", *([f"# {panel}"] if panel else [])]
-        lines.append(f"{setting.key[2:]}: {_text(value)}")
+        shown = value is setting.flags[setting.key] if setting.flags else value
+        lines.append(f"{setting.key[2:]}: {_text(shown)}")
     return "\n".join(lines) + "\n"
 
 
@@ -206,8 +217,12 @@ def _place(path: Path, node: Any) -> str:
 _NULL = "tag:yaml.org,2002:null"
 
 
-def _value(setting: Setting, path: Path, node: Any, key: str) -> Any:
-    """Return what a file says about an option; None: nothing."""
+def _value(setting: Setting, name: str, path: Path, node: Any, key: str) -> Any:
+    """Return what a file says about an option, or by a flag of it; None: nothing."""
+    if name in setting.flags:
+        is_on = _scalar(dataclasses.replace(setting, kind=bool), path, node, key)
+        named = name if is_on else f"--no-{name[2:]}"
+        return None if is_on is None else setting.flags.get(named)
     several = get_origin(setting.kind) is tuple
     if not several or node.id != "sequence":
         value = _scalar(setting, path, node, key)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
-from typer import Option
 
-from shardwise.app.cli.options import Integer, NameArgument, Number
+from shardwise.app.cli.options import NameArgument, Options, keyword_only, with_options
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import UserError
-from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
-from shardwise.insight.schema.training import check_nproc
+from shardwise.insight.schema.option import (
+    SEEDS,
+    Bounds,
+    Config,
+    Count,
+    Natural,
+    NotNegative,
+    Reads,
+    setting,
+)
+from shardwise.insight.schema.training import check_nproc, read_nproc
 
-EXAMPLES = """\
+_EXAMPLES = """\
 [bold]Examples[/bold]
 
   [cyan]shardwise generate runs/lm --prompt "import torch"[/cyan]
@@ -29,8 +40,14 @@ A model too large for one process, over four, with the prompt of a file:
 """
 
 
-def generate(
-    src: Annotated[
+_TEXT = """Generate text with a language model, and print it as it comes.
+
+A text ends with the model's end-of-text token, or after --max-tokens.
+"""
+
+_SRC = keyword_only(
+    "src",
+    Annotated[
         str,
         NameArgument(
             metavar="SRC",
@@ -38,75 +55,83 @@ def generate(
             "on the Hugging Face Hub.",
         ),
     ],
-    prompt: Annotated[
-        str, Option(metavar="TEXT", help="Beginning of the text; - reads standard input.")
-    ] = "",
-    chat: Annotated[
-        bool, Option("--chat", help="The prompt is a message, by the tokenizer's chat template.")
-    ] = False,
-    max_tokens: Annotated[int, Integer(metavar="N", help="The most tokens to generate.")] = 200,
-    temperature: Annotated[
-        float, Number(metavar="T", help="0: always the most likely token; 1: as the model says.")
-    ] = 0.9,
-    top_k: Annotated[
-        int, Integer(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
-    ] = 0,
-    top_p: Annotated[
-        float,
-        Number(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
-    ] = 1.0,
-    seed: Annotated[int, Integer(metavar="N", help="Seed of the drawing.")] = 0,
-    nproc: Annotated[
-        int, Integer(metavar="N", help="Processes on this host to shard the model over.")
-    ] = 1,
-    dtype: Annotated[
-        str | None,
-        Option(metavar="DTYPE", help="fp32, bf16 or fp16.", show_default="as saved"),
-    ] = None,
-) -> None:
-    """Generate text with a language model, and print it as it comes.
+)
 
-    A text ends with the model's end-of-text token, or after --max-tokens.
-    """
-    check_number("--max-tokens", max_tokens, Bounds(least=1))
-    check_number("--temperature", temperature, Bounds(least=0))
-    check_number("--top-k", top_k, Bounds(least=0))
-    require(0 < top_p <= 1, "--top-p", top_p, "more than 0, and 1 at most")
-    check_number("--seed", seed, SEEDS)
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    if dtype is not None:
-        require(dtype in names, "--dtype", dtype, f"one of {', '.join(names)}")
-    check_extras(["transformers"])
-    if "RANK" in os.environ:
-        raise UserError(
-            f"environment: found RANK={os.environ['RANK']}, expected a process that is no rank; "
-            "--nproc starts the ranks"
-        )
-    processes = check_nproc(nproc, None)
-    if prompt == "-":
-        prompt = sys.stdin.read()
 
-    from shardwise.app.recipes.core.model import Sampling
-    from shardwise.app.recipes.text.generate import Request
-    from shardwise.app.recipes.text.generate import generate as run
-    from shardwise.base import devices
-    from shardwise.elastic.call import launch
+class _Dtype(enum.Enum):
+    FLOAT32 = "fp32"
+    BFLOAT16 = "bf16"
+    FLOAT16 = "fp16"
 
-    request = Request(
-        source=src,
-        prompt=prompt,
-        chat=chat,
-        max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-        dtype=None if dtype is None else names[dtype],
-        device=devices.default_type(),
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(Config):
+    """What ``shardwise generate`` is asked for."""
+
+    prompt: str = setting(
+        "", "Beginning of the text; - reads standard input.", metavar="TEXT", reads=Reads.TEXT
     )
-    if processes == 1:
-        run(request)
-    else:
-        launch(run, (request,), nproc=processes)
+    chat: bool = setting(False, "The prompt is a message, by the tokenizer's chat template.")
+    max_tokens: Count = setting(200, "The most tokens to generate.", metavar="N")
+    temperature: NotNegative = setting(
+        0.9, "0: always the most likely token; 1: as the model says.", metavar="T"
+    )
+    top_k: Natural = setting(0, "Draw from the K most likely tokens; 0: from all.", metavar="K")
+    top_p: Annotated[float, Bounds(above=0, most=1)] = setting(
+        1.0, "Draw from the most likely tokens with this probability; 1: all.", metavar="P"
+    )
+    seed: Annotated[int, SEEDS] = setting(0, "Seed of the drawing.", metavar="N")
+    nproc: Count = setting(
+        1,
+        "Processes on this host to shard the model over: a number, gpu, cpu or auto.",
+        metavar="N",
+        shown="1",
+        reads=read_nproc,
+    )
+    dtype: _Dtype | None = setting(None, "{choices}.", metavar="DTYPE", shown="as saved")
+
+    def run(self, source: str) -> None:
+        """Generate, and print.
+
+        Raises:
+            UserError: an option is wrong, or there is no such model.
+        """
+        check_extras(["transformers"])
+        if "RANK" in os.environ:
+            raise UserError(
+                f"environment: found RANK={os.environ['RANK']}, expected a process that is no "
+                "rank; --nproc starts the ranks"
+            )
+        processes = check_nproc(self.nproc, None)
+        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+
+        from shardwise.app.recipes.core.model import Sampling
+        from shardwise.app.recipes.text.generate import Request, generate
+        from shardwise.base import devices
+        from shardwise.elastic.call import launch
+
+        request = Request(
+            source=source,
+            prompt=prompt,
+            chat=self.chat,
+            max_tokens=self.max_tokens,
+            sampling=Sampling(
+                temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+            ),
+            dtype=None if self.dtype is None else self.dtype.name.lower(),
+            device=devices.default_type(),
+        )
+        if processes == 1:
+            generate(request)
+        else:
+            launch(generate, (request,), nproc=processes)
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the command."""
-    cli.command("generate", epilog=EXAMPLES)(generate)
+    options = Options(default=GenerateConfig())
+
+    def generate(given: Mapping[str, Any]) -> None:
+        options.read(given).run(given["src"])
+
+    cli.command("generate", epilog=_EXAMPLES)(with_options(generate, [options], _TEXT, [_SRC]))

@@ -24,9 +24,12 @@ from shardwise.insight.schema.option import (
     NotNegative,
     OptionError,
     Seconds,
+    check_number,
+    naming,
     require,
     setting,
 )
+from shardwise.insight.schema.training import nproc_of_any_host, read_nproc
 
 _DOCTOR = """
 [bold]Examples[/bold]
@@ -77,7 +80,9 @@ def add_to(cli: typer.Typer, *_: str) -> None:
 class DoctorConfig(HostsConfig):
     """What ``shardwise doctor`` is asked for."""
 
-    nproc: Count = setting(1, "Processes of the job on every host.")
+    nproc: Count = setting(
+        1, "Processes of the job on every host.", metavar="N", shown="1", reads=read_nproc
+    )
     timeout: Seconds = setting(60.0, "Seconds to wait for all hosts.")
     least_gbit: NotNegative = setting(
         1.0, "Warn of links between hosts that are slower than this, in Gbit/s."
@@ -124,7 +129,7 @@ class LaunchLines(Config):
     slurm: Annotated[int, Bounds(most=1 << 20)] | None = setting(
         None, "Print a script for sbatch, for this many nodes.", metavar="NODES"
     )
-    nproc: Count = setting(1, "Processes on each host.")
+    nproc: str = setting("1", "Processes on each host: a number, gpu, cpu or auto.", metavar="N")
     rdzv_port: int = setting(29400, "Port where the hosts meet.")
     nnodes: str | None = setting(
         None, "Start with MIN hosts or more; others may join later.", metavar="MIN:MAX"
@@ -191,6 +196,9 @@ class LaunchLines(Config):
             require(not ours, name, f"{word} after --", "none: launch-lines adds it")
 
     def _check_hosts(self) -> None:
+        with naming("--nproc"):
+            count = nproc_of_any_host(self.nproc)
+        check_number("--nproc", 1 if count is None else count, Bounds(least=1))
         are_names = len({*self.names}) == len(self.names) and all(map(_NAME.fullmatch, self.names))
         require(are_names, "--hosts", ",".join(self.names), "names, each once")
         for host in self.names:
@@ -208,7 +216,7 @@ class LaunchLines(Config):
 
     def _words(self) -> tuple[list[str], list[str]]:
         """Return the words of the command line before and behind the options for several hosts."""
-        nproc = ["--nproc", str(self.nproc)]
+        nproc = ["--nproc", self.nproc]
         if self.arguments[0] == "run":  # what follows a script belongs to it
             return ["shardwise", "run", *nproc], list(self.arguments[1:])
         return ["shardwise", *self.arguments, *nproc], []

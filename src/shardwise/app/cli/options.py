@@ -32,10 +32,10 @@ from shardwise.insight.schema.option import (
     OPTION,
     Config,
     Option,
-    OptionError,
     Reads,
     kinds_of,
     option_name,
+    require,
 )
 from shardwise.insight.schema.words import FORMS, own_word
 
@@ -128,7 +128,6 @@ PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
 NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
 PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
-Number = partial(typer.Option, parser=read_number)
 
 # Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -226,18 +225,8 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What a file calls it, with its hyphens: ``--batch-size``."""
-        return self.name.partition("/")[0]
-
-    @property
-    def names(self) -> list[str]:
-        """The names on a command line: the one that is shown, and those that are not.
-
-        Of ``--on/--off`` the flag that changes the default is shown.
-        """
-        on, _, off = self.name.partition("/")
-        pair = [off, on] if off and self.default else [on, off]
-        return [*filter(None, pair)]
+        """What a file calls it, with its hyphens: ``--batch-size``; of several flags the first."""
+        return next(iter(self.flags), self.name.partition("/")[0])
 
     @property
     def choices(self) -> dict[str, enum.Enum]:
@@ -260,8 +249,10 @@ class Setting:
         return partial(_read_or_unset, read) if self.default is None and not is_text else read
 
     @property
-    def flags(self) -> dict[str, enum.Enum]:
-        """The values of an enum that has flags, by these."""
+    def flags(self) -> dict[str, Any]:
+        """What each of its flags stands for; empty: it takes a value."""
+        if self.kind is bool:
+            return dict(zip(self.name.split("/"), (True, False), strict=True))
         return {flag: value for flag, (value, _) in self.option.flags.items()}
 
 
@@ -286,17 +277,14 @@ class Options(Generic[C]):
         """Return the parameters of a command, in the order of the fields."""
         for setting in self.settings():
             option = setting.option
-            if option.flags:
-                for flag, (_, text) in option.flags.items():
-                    yield _parameter(setting, flag, bool, text, default=False, hidden=not text)
-                continue
-            default = False if setting.kind is bool else setting.default  # of the flag
-            if setting.keys[-1] in self.by_model:
-                default = None
-            for name in setting.names:
-                hidden = name != setting.names[0]
-                kind = setting.kind
-                yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
+            for flag, value in setting.flags.items():
+                # Of --on and --off, the one that changes the default is shown.
+                text = "" if value is setting.default else option.help
+                _, text = option.flags.get(flag, (value, text))
+                yield _parameter(setting, flag, bool, text, default=False, hidden=not text)
+            if not setting.flags:
+                default = None if setting.keys[-1] in self.by_model else setting.default
+                yield _parameter(setting, setting.key, setting.kind, option.help, default=default)
 
     def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
         """Return all settings with their values in a configuration; None: it has none."""
@@ -439,23 +427,19 @@ def keyword_only(name: str, annotation: Any, default: Any = Parameter.empty) -> 
 
 def said(setting: Setting, given: Mapping[str, Any]) -> Any:
     """Return what a command line says about a setting; None: nothing."""
-    names = setting.flags or setting.names
-    by_parameter = {parameter_name(name): name for name in names}
+    by_parameter = {parameter_name(name): name for name in setting.flags or [setting.key]}
     said = {
         by_parameter[parameter]: value
         for parameter, value in given.items()
         if parameter in by_parameter and value is not None
     }
-    if setting.flags:
-        chosen = [flag for flag in setting.flags if said.get(flag)]
-        if len({setting.flags[flag] for flag in chosen}) > 1:
-            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
-        return setting.flags[chosen[0]] if chosen else None
     if not said:
         return None
-    name, value = [*said.items()][-1]  # the last one counts, as of one option
-    if setting.kind is bool:
-        return setting.name.partition("/")[2] != name
+    [first, *_], [*_, (last, value)] = said, said.items()  # the last one counts, as of one option
+    if setting.flags:
+        contradicts = setting.kind is not bool and setting.flags[first] is not setting.flags[last]
+        require(not contradicts, first, f"{last} too", "one of the two")
+        return setting.flags[last]
     return tuple(value) if get_origin(setting.kind) is tuple else value
 
 

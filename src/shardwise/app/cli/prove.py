@@ -17,11 +17,11 @@ from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.progress import LongWork, progress
 from shardwise.base.say import say
 from shardwise.elastic.rank import importing
-from shardwise.elastic.world import most_ranks
 from shardwise.frontends.strategies import DATA, WantedMesh
 from shardwise.insight.planning.settings import PlannedStep, Settings
 from shardwise.insight.schema.option import OUTPUT, TRAINING, Bounds, Config, require, setting
 from shardwise.insight.schema.sharding import StrategyConfig
+from shardwise.insight.schema.training import check_nproc, read_nproc
 
 if TYPE_CHECKING:
     from shardwise.insight.proof import Proof
@@ -54,7 +54,9 @@ _WITHOUT = frozenset(
 class ProveConfig(Config):
     """What ``shardwise prove`` is asked for."""
 
-    nproc: Annotated[int, Bounds(least=2)] = setting(2, "Ranks on this host.")
+    nproc: Annotated[int, Bounds(least=2)] = setting(
+        2, "Ranks on this host.", metavar="N", shown="2", reads=read_nproc
+    )
     steps: Annotated[int, Bounds(least=4)] = setting(10, "Steps of each training.", TRAINING)
     sharding: StrategyConfig = field(default=StrategyConfig(shard_dtype=None))
     step: PlannedStep = field(default=PlannedStep())
@@ -68,8 +70,7 @@ class ProveConfig(Config):
             UserError: an option is wrong, or the model cannot be trained.
         """
         check_extras(["transformers"])
-        most, expected = most_ranks()
-        require(self.nproc <= most, "--nproc", self.nproc, expected)
+        check_nproc(self.nproc, None)
         folder = self.html.absolute().parent
         require(folder.is_dir(), "--html", self.html, f"a file in a folder that exists: {folder}")
         with reporting():

@@ -284,7 +284,7 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         if default.train.diloco is not None and strategy is not Strategy.DILOCO:
             for setting in options.settings():
                 mine = "diloco" in setting.keys and setting.key not in of_run
-                if mine and any(asked(n) is not None for n in setting.names):
+                if mine and any(asked(name) is not None for name in setting.flags or [setting.key]):
                     expected = "--strategy diloco with it"
                     raise OptionError(setting.key, f"strategy {strategy.value}", expected)
             config = config.with_train(diloco=None)

@@ -146,6 +146,8 @@ def plan(
         RuntimeError: this process has a default process group.
     """
     check_arguments(plan, locals())
+    if available is not None and available < 1:
+        raise SettingsError("available", available, "bytes, 1 or more")
     given: dict[str, Any] = {} if runtime is None else {"runtime": runtime}
     settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh), **given))
     found = find_machine(machine, settings.mesh.size)

@@ -358,7 +358,6 @@ class OutputConfig(Config):
         metavar="NAMES",
         completions=("jsonl", "tensorboard", "wandb"),
     )
-    tensorboard: bool = setting(False, "The same as --log tensorboard.", OUTPUT)
     page: bool = setting(
         False,
         "Write report.html, the page of the run, every few seconds, and not only at the end.",
@@ -407,8 +406,7 @@ class OutputConfig(Config):
         for name in names:
             expected = f"names among {', '.join(known)}, separated by commas"
             require(name in known, "--log", repr(self.log), expected)
-        own = {LogName.TENSORBOARD} if self.tensorboard else set[LogName]()
-        return frozenset({known[name] for name in names} | own | {LogName.JSONL})
+        return frozenset({known[name] for name in names} | {LogName.JSONL})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,8 +543,8 @@ def _setting(text: str, whole: str) -> tuple[str, float]:
     return name, number
 
 
-def read_nproc(text: str) -> int:
-    """Read a number of processes: ``8``; ``gpu`` or ``cpu``, one for each; ``auto``, one of these.
+def nproc_of_any_host(text: str) -> int | None:
+    """Read a number of processes, without a look at this host; None: see :func:`read_nproc`.
 
     Raises:
         NotPossibleError: it is none.
@@ -555,12 +553,23 @@ def read_nproc(text: str) -> int:
         return int(text)
     if text not in ("gpu", "cpu", AUTO):
         raise NotPossibleError("", repr(text), "a whole number, gpu, cpu or auto")
+    return None
+
+
+def read_nproc(text: str) -> int:
+    """Read a number of processes: ``8``; ``gpu`` or ``cpu``, one for each; ``auto``, one of these.
+
+    Raises:
+        NotPossibleError: it is none.
+    """
+    if (count := nproc_of_any_host(text)) is not None:
+        return count
     from shardwise.base import devices  # imports torch
 
-    count = 0 if text == "cpu" else devices.count()
-    if not count and text == "gpu":
+    found = 0 if text == "cpu" else devices.count()
+    if not found and text == "gpu":
         raise NotPossibleError("", text, "cpu, auto or a number: this host has no GPU")
-    return count or usable_cores()
+    return found or usable_cores()
 
 
 def check_nproc(nproc: int | None, world: World | None) -> int:

@@ -120,12 +120,18 @@ def check_alike(hosts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) ->
         OptionError: names the first difference, and the host.
     """
     expected = compared(hosts[0], names)
+    goes_on = [flatten(each["config"]).get("existing") == Existing.RESUME.value for each in hosts]
     for host, facts in enumerate(hosts):
         for option, found in compared(facts, names).items():
-            if found != expected.get(option):
-                raise OptionError(
-                    option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
+            if found == expected.get(option):
+                continue
+            wanted = f"{expected.get(option)}, as on host 0"
+            if goes_on[0] and not goes_on[host]:
+                wanted += (
+                    f", which goes on with a run; host {host} was not asked to, or does not see "
+                    "it: --resume, and --out on storage that all hosts see"
                 )
+            raise OptionError(option, f"{found} on host {host}", wanted)
 
 
 def compared(facts: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -24,10 +24,9 @@ def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:
     Raises:
         UserError: naming those that are not.
     """
-    events = ["tensorboard"] if LogName.TENSORBOARD in logs else []
-    require_installed("training", [*names, *events])
-    if LogName.WANDB in logs:
-        require_installed("--log wandb", ["wandb"])
+    require_installed("training", names)
+    for log in sorted(each.value for each in logs if each is not LogName.JSONL):
+        require_installed(f"--log {log}", [log])
 
 
 def require_installed(purpose: str, modules: Sequence[str]) -> None:

@@ -105,11 +105,15 @@ class TrainingJob:
     def going_on(self) -> dict[str, Any]:
         """Return the ``run.json`` of the run that this goes on with; empty: it begins one.
 
+        Every host looks: all of them take the settings of the run.
+
         Raises:
-            UserError: it cannot be read.
+            UserError: it cannot be read, or is not there.
         """
         output, files = decided(self.config.train.output), self.config.files
-        resumes = output.existing is Existing.RESUME and files.run_json.is_file()
+        resumes = output.existing is Existing.RESUME
+        if resumes:
+            files.check(output)
         record = files.read() if resumes else {}
         return record if record.get("recipe") == self.config.recipe else {}
 
@@ -120,7 +124,8 @@ class TrainingJob:
             config: with them; the folder of the run remains.
             options: the file that repeats the command.
         """
-        output = replace(config.train.output, out=self.config.train.output.out)
+        out = self.config.train.output.out
+        output = replace(config.train.output, out=out, existing=Existing.RESUME)
         self.config, self.options_file = config.with_train(output=output), options
 
     def show_dry_run(self, world: World) -> None:

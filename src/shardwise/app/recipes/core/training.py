@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -378,7 +379,8 @@ def _introduce(run: _Run, position: Position) -> None:
         say(f"resume     after {span.shown(position)}")
         for option, (old, new) in _changes(run, position).items():
             say(f"change     {option}: {_shown(old)} before, {_shown(new)} from here on")
-        _warn_of_another_step(run)
+        if warning := _other_step(run) or _other_schedule(run, position):
+            say(f"warning    {warning}")
 
 
 def _changes(run: _Run, position: Position) -> dict[str, tuple[Any, Any]]:
@@ -402,14 +404,32 @@ def _keep_earlier_options(run: _Run) -> None:
     files.options.rename(files.earlier_options / f"session-{number}.yaml")
 
 
-def _warn_of_another_step(run: _Run) -> None:
+def _other_step(run: _Run) -> str:
+    """Return what to say if a step had another number of examples before; else nothing."""
     sessions = run.files.read().get("sessions", [])
     before = sessions[-1].get("examples_per_step") if sessions else None
-    if before not in (None, run.per_step):
-        run.place.display.say(
-            f"warning    a step has {run.per_step} examples from here on, and had {before} before: "
-            "results depend on it; see --nproc, --batch-size and --accumulate"
-        )
+    if before in (None, run.per_step):
+        return ""
+    return (
+        f"a step has {run.per_step} examples from here on, and had {before} before: "
+        "results depend on it; see --nproc, --batch-size and --accumulate"
+    )
+
+
+def _other_schedule(run: _Run, position: Position) -> str:
+    """Return what to say if what is asked for now gives other learning rates to steps before."""
+    if not _changes(run, position) or not run.files.metrics.is_file():
+        return ""
+    for found in journal.read_metrics(run.files.metrics, position.step):
+        step, was = found.get("step"), found.get("lr")
+        if isinstance(step, int) and isinstance(was, float):
+            now = run.task.schedule(Position(step, step * run.per_step))
+            if not math.isclose(was, now, rel_tol=1e-6):
+                return (
+                    f"step {step} had a learning rate of {was:.2e}, and would have {now:.2e} now: "
+                    "losses differ from those of a run with these options from the start"
+                )
+    return ""
 
 
 def _session(run: _Run, position: Position) -> dict[str, Any]:

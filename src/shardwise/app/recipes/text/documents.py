@@ -5,10 +5,11 @@
     *.parquet                 one document per row, its text in the column "text"
     everything else           text: a document is a paragraph, which ends at an empty line
 
-Local files may be compressed (.zst, .gz). Finding them imports no torch and opens no file: the
-command line does it before processes start. ``datasets`` then streams them. If a source has no
-split for validation, one document in 20 is held out; the text of a document decides which. Texts
-with fewer than 20 paragraphs, or none of them held out, are cut into pieces, which are documents.
+Local files may be compressed (.zst, .gz). Finding them imports no torch and reads at most the
+beginning of a file: the command line does it before processes start. Text is read here;
+``datasets`` streams the rest. If a source has no split for validation, one document in 20 is held
+out; the text of a document decides which. Texts with fewer than 20 paragraphs, or none of them held
+out, are cut into pieces, which are documents.
 
 ``datasets`` retries a lost connection by reading on in the same open file. For a compressed file
 that loses what was decompressed already: rows are missing, or a line starts in its middle. So its
@@ -18,13 +19,17 @@ retries are turned off here, and the dataset is opened again after the last row 
 from __future__ import annotations
 
 import enum
+import gzip
 import hashlib
+import io
+import itertools
+import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TextIO
 
 import xxhash
 
@@ -40,7 +45,11 @@ _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads
 _DOCUMENTS = {".jsonl", ".parquet"}  # not to be learned byte by byte
 # Characters of a piece, at least, and pieces of the texts that are cut, at most.
 _PIECE, _PIECES = 256, 400
+_TEXT = "text"  # what is read here
+_UTF_8 = "utf-8-sig"  # with or without a byte order mark
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_CHATS = {"messages", "conversations", "instruction", "prompt"}  # fields of chats
+_BEGINNING = 1 << 20  # bytes of a file in which its first record is looked for
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,16 @@ class Documents:
 
 
 def is_streamed(paths: Sequence[str], tokenizer: str | None) -> bool:
-    """Whether ``--data`` and ``--tokenizer`` ask for documents, and not for files of bytes."""
+    """Whether ``--data`` and ``--tokenizer`` ask for documents, and not for files of bytes.
+
+    Raises:
+        OptionError: nothing is there, or chats.
+    """
     if tokenizer is not None or any(path.startswith(HUB) for path in paths):
         return True
-    return bool(paths) and all(_kind(file) in _DOCUMENTS for file in find_files(paths))
+    files = find_files(paths) if paths else []
+    _check_no_chats_in(files, "--data")
+    return bool(files) and all(_kind(file) in _DOCUMENTS for file in files)
 
 
 def find_documents(
@@ -115,11 +130,9 @@ def find_documents(
         option: what named ``paths``, for errors.
 
     Raises:
-        OptionError: several sources at once, files of several kinds, or nothing there.
+        OptionError: several sources at once, files of several kinds, chats, or nothing there.
         UserError: a package that reads them is not installed.
     """
-    why = f"--tokenizer {tokenizer}, with which {option} is read as documents," if tokenizer else ""
-    require_installed(why or f"streaming {option}", ["datasets"])
     held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
@@ -127,18 +140,42 @@ def find_documents(
         name, _, configuration = paths[0].removeprefix(HUB).partition(":")
         if not name:
             raise OptionError(option, paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
+        require_installed(f"{option} {paths[0]}", ["datasets"])
         return Documents(paths[0], name, configuration or None, (), tokenizer, validation=held)
     files = find_files(paths, option)
-    builders = {_BUILDERS.get(_kind(file), "text"): file for file in files}
+    builders = {_BUILDERS.get(_kind(file), _TEXT): file for file in files}
     if len(builders) > 1:
         found = " and ".join(str(file) for file in builders.values())
         raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
-    for file in files:
-        package = _COMPRESSED.get(file.suffix)
-        if package is not None:
-            require_installed(f"streaming {file.name}", [package])
+    _check_no_chats_in(files, option)
+    [builder] = builders
+    packages = {_COMPRESSED.get(file.suffix) for file in files} - {None}
+    if builder != _TEXT:
+        packages.add("datasets")
     name = ", ".join(paths) or "the Python standard library's source"
-    return Documents(name, next(iter(builders)), None, tuple(files), tokenizer, validation=held)
+    require_installed(f"{option} {name}", sorted(filter(None, packages)))
+    return Documents(name, builder, None, tuple(files), tokenizer, validation=held)
+
+
+def _check_no_chats_in(files: Sequence[Path], option: str) -> None:
+    """Check the first record of files that are all JSON, as far as that is seen at once."""
+    if not files or any(_BUILDERS.get(_kind(file)) != "json" for file in files):
+        return
+    with files[0].open("rb") as opened:
+        beginning = opened.read(_BEGINNING).decode(_UTF_8, errors="replace")
+    try:
+        record, _ = json.JSONDecoder().raw_decode(beginning.lstrip("[ \t\r\n"))
+    except (ValueError, RecursionError):
+        return  # compressed, cut off, or no JSON
+    if isinstance(record, dict):
+        _check_no_chats(record, option, str(files[0]))
+
+
+def _check_no_chats(fields: Collection[str], option: str, name: str) -> None:
+    if "text" not in fields and _CHATS.intersection(fields):
+        in_place = "--chat in place of --data"
+        expected = in_place if option == "--data" else "text; chats go with --chat"
+        raise OptionError(option, f"{name}, which has chats", expected)
 
 
 def _kind(file: Path) -> str:
@@ -155,6 +192,89 @@ class Dealing(enum.Enum):
 
 
 EVEN = 1.1  # times as much as the smallest stream, that the largest may have of files of its own
+
+
+@dataclass
+class TextFiles:
+    """Documents of text files, with the interface of a streamed dataset of ``datasets``.
+
+    Attributes:
+        files: UTF-8.
+        pieces: what cuts each paragraph into documents; None: a paragraph is one.
+        stream: which documents are given: those whose number has this remainder ...
+        streams: ... in a division by this.
+    """
+
+    files: Sequence[Path]
+    pieces: re.Pattern[str] | None = None
+    stream: int = 0
+    streams: int = 1
+
+    features: ClassVar[Mapping[str, Any]] = {"text": None}
+
+    def __post_init__(self) -> None:
+        # The number of a file, of a document in it, and of that among all.
+        self._begin = self._next = (0, 0, 0)
+
+    @property
+    def num_shards(self) -> int:
+        """How many files there are."""
+        return len(self.files)
+
+    def part(self, stream: int, streams: int, dealing: Dealing) -> TextFiles:
+        """Return the documents of one stream."""
+        if dealing is Dealing.BY_FILE:
+            return replace(self, files=self.files[stream::streams])
+        return replace(self, stream=stream, streams=streams)
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        first, done, number = self._begin
+        for file, path in enumerate(self.files[first:], start=first):
+            for document, text in enumerate(self._texts(path)):
+                if document < done:
+                    continue
+                self._next = (file, document + 1, number + 1)
+                if number % self.streams == self.stream:
+                    yield {"text": text}
+                number += 1
+            done = 0
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        with _opened(path) as file:
+            for is_blank, lines in itertools.groupby(file, lambda line: line == "\n"):
+                if is_blank:
+                    continue
+                paragraph = "".join(lines).rstrip("\n")
+                yield from self.pieces.findall(paragraph) if self.pieces else [paragraph]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        return {"text": list(self._next)}
+
+    def load_state_dict(self, where: Mapping[str, Any]) -> None:
+        """Go on from a position.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match where:
+            case {"text": [int(file), int(document), int(number)]}:
+                self._begin = self._next = (file, document, number)
+            case _:
+                raise ValueError(f"a position {where} that is none in text files")
+
+
+def _opened(path: Path) -> TextIO:
+    """Open a text for reading, which may be compressed."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding=_UTF_8)
+    if path.suffix != ".zst":
+        return path.open(encoding=_UTF_8)
+    import zstandard
+
+    # Several frames are one file, as several gzip streams are.
+    reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+    return io.TextIOWrapper(io.BufferedReader(reader), encoding=_UTF_8)
 
 
 class StreamSource:
@@ -176,7 +296,7 @@ class StreamSource:
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
-        if documents.builder == "text" and self.holds_back:
+        if documents.builder == _TEXT and self.holds_back:
             self._train = self._cut_if_few()
         self._others = None if documents.validation is None else StreamSource(documents.validation)
 
@@ -199,12 +319,7 @@ class StreamSource:
                 return self._train
         length = max(_PIECE, size // _PIECES)
         pieces = re.compile(rf".{{{length}}}\S{{0,{_PIECE}}}\s*|.+", re.DOTALL)
-
-        def cut(batch: Mapping[str, list[str]]) -> dict[str, list[str]]:
-            texts = (text or "" for text in batch[self._field])
-            return {self._field: [piece for text in texts for piece in pieces.findall(text)]}
-
-        return self._train.map(cut, batched=True, batch_size=1)
+        return replace(self._train, pieces=pieces)
 
     @property
     def holds_back(self) -> bool:
@@ -240,9 +355,11 @@ class StreamSource:
             streams: how many there are.
             dealing: how documents are dealt out; ``None``: as :meth:`dealing` says.
         """
+        dealing = self.dealing(streams) if dealing is None else dealing
+        if isinstance(self._train, TextFiles):
+            return self._train.part(stream, streams, dealing)
         from datasets.distributed import split_dataset_by_node
 
-        dealing = self.dealing(streams) if dealing is None else dealing
         if dealing is Dealing.BY_DOCUMENT and self._train.num_shards % streams == 0:
             # Where split_dataset_by_node would deal out files.
             return self._train.filter(
@@ -291,6 +408,9 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
 
     The sizes are those of local files to train on, in bytes.
     """
+    if documents.builder == _TEXT:
+        sizes = [file.stat().st_size for file in documents.files]
+        return {"train": TextFiles(documents.files)}, None, sizes
     import datasets
 
     datasets.disable_progress_bars()
@@ -299,8 +419,6 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None, Sequence
     given: dict[str, Any] = {"name": documents.configuration, "revision": documents.commit}
     if documents.files:
         given = {"data_files": {"train": [str(file) for file in documents.files]}}
-        if documents.builder == "text":
-            given["sample_by"] = "paragraph"
     here = bool(documents.files) or Path(documents.builder).exists()
     if not here and hub_is_away():
         raise ConnectionLostError(
@@ -342,8 +460,7 @@ def _text_field(dataset: Any, name: str) -> str:
     features: Mapping[str, Any] = dataset.features or {"text": None}
     if "text" in features:
         return "text"
-    if {"messages", "conversations", "instruction", "prompt"} & features.keys():
-        raise OptionError("--data", f"{name}, which has chats", "--chat in place of --data")
+    _check_no_chats(features, "--data", name)
     strings = [key for key, kind in features.items() if "string" in getattr(kind, "dtype", "")]
     if len(strings) == 1:
         return strings[0]
