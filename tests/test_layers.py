@@ -50,7 +50,7 @@ INNER_LAYERS = {
     "base": [
         ["errors"],
         ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
-        ["html", "interrupts", "plain", "strict", "units"],
+        ["html", "interrupts", "libc", "plain", "strict", "units"],
         ["files", "observe", "progress", "scratch"],
         ["spans"],
         ["devices"],

@@ -23,8 +23,8 @@ from shardwise._torch.module import customizes_loading, customizes_saving
 from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
+from shardwise.base.libc import trim_heap
 from shardwise.base.portions import portions
-from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
     Origin,
