@@ -61,7 +61,7 @@ INNER_LAYERS = {
             "repeated",
         ],
         ["states_keeper"],
-        ["html", "interrupts", "plain", "strict", "units"],
+        ["html", "interrupts", "libc", "plain", "strict", "units"],
         ["files", "observe", "progress", "scratch"],
         ["spans"],
         ["devices"],

@@ -12,8 +12,7 @@ import pytest
 
 from shardwise.app.doctor.diagnose import SECONDS, _ahead
 from shardwise.app.doctor.probe import START, PairLink, Probe
-from shardwise.base import devices
-from shardwise.base.scratch import libc
+from shardwise.base import devices, libc
 from tests.cli.shell import call
 from tests.programs import shell_environment, start_program
 

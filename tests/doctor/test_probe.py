@@ -18,8 +18,7 @@ import pytest
 from shardwise.app.doctor import probe
 from shardwise.app.doctor.facts import received
 from shardwise.app.doctor.probe import PairLink, Probe, probe_ranks
-from shardwise.base import devices
-from shardwise.base.scratch import libc
+from shardwise.base import devices, libc
 from tests.harness import Processes, run_ranks
 from tests.hosts.network import needs_hosts
 

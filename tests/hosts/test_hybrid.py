@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks._hosts import two_hosts
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from tests.hosts.network import needs_hosts, run_over
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks._hosts import two_hosts
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from tests.harness import run_ranks
 from tests.hosts.jobs import (
     WAIT,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from tests.corpus.gathering import join
 from tests.corpus.instruments import run
 from tests.corpus.models import MODELS

@@ -13,8 +13,8 @@ import pytest
 
 import shardwise
 from shardwise import PlannedStep, StrategyConfig
+from shardwise.base import libc
 from shardwise.base.observe import Memory
-from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
 from shardwise.insight.schema.training import DilocoConfig

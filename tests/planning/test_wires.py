@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
 from shardwise._torch import c10d
-from shardwise.base import devices
-from shardwise.base.scratch import libc
+from shardwise.base import devices, libc
 from shardwise.insight.planning.wires import simulated
 from shardwise.sharding.state import groups_of
 from shardwise.transport.base import Transport

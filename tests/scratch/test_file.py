@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base import libc
 from shardwise.base.errors import OffloadError
 from shardwise.base.scratch import file as scratch
-from shardwise.base.scratch import libc
 from shardwise.base.scratch.file import ALIGNMENT, ScratchFile, file_in
 
 

@@ -26,8 +26,8 @@ from shardwise import (
     fully_shard,
     materialize,
 )
+from shardwise.base import libc
 from shardwise.base.scratch import file as scratch_file
-from shardwise.base.scratch import libc
 from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
 from shardwise.sharding.paging import Pages, ReadOrder

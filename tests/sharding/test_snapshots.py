@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from shardwise.sharding.state import state_of
 from tests.sharding.nets import (
     Net,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from shardwise.transport.shm.arena import Arena, PageMap, PrivatePages, Window, has_own_entry
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

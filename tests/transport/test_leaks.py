@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from tests.harness import run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 

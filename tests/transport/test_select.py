@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import CustomTransport
 from shardwise.transport.select import select_transport

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
-from shardwise.base import observe
+from shardwise.base import libc, observe
 from shardwise.base.observe import Activity, Memory
-from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
 from shardwise.transport import memory
 from shardwise.transport.base import Call, FullBuffers, Kind, Label, Reduce, Transport

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError
 from shardwise._torch import c10d
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from shardwise.transport.base import FullBuffers, Label, Reduce
 from tests.harness import Outcome, run_ranks
 from tests.transport.streams import CPU, Stream, world_group

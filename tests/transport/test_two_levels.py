@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base import libc
 from shardwise.base.errors import RanksDivergedError
-from shardwise.base.scratch import libc
 from shardwise.transport.base import Call, Kind, Label, Reduce, Transport
 from shardwise.transport.carrier import ranks_per_host
 from shardwise.transport.codecs import BLOCK

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import NotPossibleError
-from shardwise.base.scratch.libc import libc
+from shardwise.base.libc import libc
 
 CPU = torch.device("cpu")
 

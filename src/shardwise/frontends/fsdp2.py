@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -21,8 +22,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
-from shardwise.frontends.untied import warn_of_untied
-from shardwise.sharding import hooks
+from shardwise.sharding import hooks, user_calls
 from shardwise.sharding.additions import note_parameters
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
@@ -197,7 +197,7 @@ def fully_shard(
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     for top in tops:
-        top.register_load_state_dict_post_hook(warn_of_untied)  # type: ignore[no-untyped-call]
+        top.register_load_state_dict_post_hook(_warn_of_untied)  # type: ignore[no-untyped-call]
     _become_managed(tops, managed)
     note_parameters(managed)
     return module
@@ -391,12 +391,20 @@ def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) 
 def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
     """Register hooks so that state dicts are made from, and loaded into, the sharded form."""
     for group in groups:
+        before_save = functools.partial(user_calls.before_state_dict, group)
+        before_load = functools.partial(user_calls.before_load, group)
+        after_load = functools.partial(user_calls.after_load, group)
         for module in {owner.module for param in group.params for owner in param.owners}:
-            module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
-            module.register_state_dict_pre_hook(group.reshard_for_state_dict)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(group.reshard_for_load)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(group.refresh_from_state_dict)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+
+
+def _warn_of_untied(module: nn.Module, result: object) -> None:
+    from shardwise.frontends.untied import warn_of_untied
+
+    warn_of_untied(module, result)
 
 
 def _keep_out_other_parts(

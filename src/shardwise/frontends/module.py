@@ -21,6 +21,7 @@ from shardwise._torch import fsdp
 from shardwise.base import devices
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
+from shardwise.sharding import user_calls
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.ledger import GradientReductionHandle
@@ -98,7 +99,7 @@ class FSDPModule(_Sharded):
         for group in state.groups:
             if state.is_root is None:
                 group.refresh()  # no forward has done so, and parameters may have been replaced
-            group.unshard_for_user()
+            group.unshard_ahead()
         handle = UnshardHandle(state.groups)
         if async_op:
             return handle
@@ -114,7 +115,7 @@ class FSDPModule(_Sharded):
         state = require_state(self)
         for group in state.groups:
             if state.phase is not Phase.FORWARD or group.options.reshard_after_forward:
-                group.reshard_for_user()
+                user_calls.reshard(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also between forward and backward.

@@ -232,7 +232,7 @@ def _check_movable(group: ParamGroup) -> None:
     found = ""
     if mesh.outer is not None:
         found = "dp_mesh_dims"
-    elif group.agree is not None:
+    elif group.leader.own_order is not None:
         found = 'order="own"'
     elif mesh.options != ChannelOptions(mesh.requested, mesh.options.wire):
         found = "a custom all-gather or reduce-scatter"

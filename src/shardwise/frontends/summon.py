@@ -78,12 +78,18 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
         stack.callback(_write_all_back, own, fulls, options)
         for param in own:
             stack.callback(setattr, param.form, "summoned", None)
-        stack.callback(group.end_summon)
-        stack.callback(group.end_summon)  # Ctrl-C may end the first attempt
+        stack.callback(_end, group)
+        stack.callback(_end, group)  # Ctrl-C may end the first attempt
         for param, full in zip(own, fulls, strict=True):
             param.form.summoned = full
-        group.summon()
+        group.use_summoned()
         yield
+
+
+def _end(group: ParamGroup) -> None:
+    """Put the shards into the modules, if some have full parameters of the user's."""
+    if group.state is GroupState.SUMMONED:
+        group.use_shards()
 
 
 def is_first(mesh: DeviceMesh) -> bool:

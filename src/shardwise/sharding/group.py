@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,15 +29,50 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import Freshness, GroupState, Lease, Passes
-from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
 
 if TYPE_CHECKING:
     from shardwise.sharding.paging import Pages
+    from shardwise.sharding.stepping import Stepper
 
 
-def _no_root_yet() -> NoReturn:
-    raise RuntimeError("the model has not run forward yet, so there is nothing to reduce")
+class GatherAgreement(Protocol):
+    """How ranks that may run other groups agree on what is gathered."""
+
+    def gather(self, group: ParamGroup, start: Callable[[], None]) -> None:
+        """Have all ranks gather a group that this one needs now."""
+
+    def offer(self, group: ParamGroup, start: Callable[[], None]) -> None:
+        """Have all ranks gather a group that this one needs soon, unless others need one now."""
+
+
+class Leader(Protocol):
+    """What a group asks the root of its model."""
+
+    @property
+    def own_order(self) -> GatherAgreement | None:
+        """What agrees with ranks that may run other groups; ``None``: all run the same."""
+
+    def is_in_forward(self) -> bool:
+        """Whether an outermost forward of the model is running."""
+
+    def post_backward(self, group: ParamGroup) -> None:
+        """Start to deliver the gradients of a group, whose backward is over."""
+
+
+class _NoLeader:
+    """For a group of a model that has not run forward, whose root is not known."""
+
+    own_order = None
+
+    def is_in_forward(self) -> bool:
+        return False
+
+    def post_backward(self, group: ParamGroup) -> NoReturn:
+        raise RuntimeError("the model has not run forward yet, so there is nothing to reduce")
+
+
+_NO_LEADER = _NoLeader()
 
 
 class ParamGroup:
@@ -56,6 +90,8 @@ class ParamGroup:
         post_forward: the shards between forward and backward, under an integer
             ``reshard_after_forward``.
         fulls: the full parameters; ``None`` until the first gather, and once shards were replaced.
+        leader: the root of the model, from its first forward on.
+        is_loading: whether a state dict is loaded whose parameters are adopted at its end.
         stepper: what updates the shards during backward, if anything does.
         pages: the shards that are kept on a disk; ``None`` if none is.
     """
@@ -88,8 +124,8 @@ class ParamGroup:
             from shardwise.sharding.paging import Pages
 
             self.pages = Pages(paged)
-        self._lease: Lease | None = None
-        self._left = states.STALE  # of full parameters that stay in memory without a lease
+        self._lease = Lease()
+        self.leader: Leader = _NO_LEADER
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
@@ -99,15 +135,7 @@ class ParamGroup:
         self._offloads = [each for each in offloads if each.enabled]
         # What the group has reported as begun: its forward, its backward.
         self._observed: dict[Activity, int] = {}
-        self._is_loading = False
-        #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
-        self.post_backward: Callable[[], None] = _no_root_yet
-        #: Has all ranks start the gather, which it is given, now or if none needs another group;
-        #: ``None``: all ranks run the same groups.
-        self.agree: Callable[[Callable[[], None]], None] | None = None
-        self.agree_ahead: Callable[[Callable[[], None]], None] | None = None
-        #: Whether an outermost forward of the model is running.
-        self.is_in_forward: Callable[[], bool] = lambda: False
+        self.is_loading = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ParamGroup:
         """Copy the group for copied modules: sharded, without gradients that are being reduced."""
@@ -140,82 +168,6 @@ class ParamGroup:
             for group in param.form.groups:
                 group.__dict__.pop("_tied", None)
 
-    def reshard_for_user(self) -> None:
-        """Reshard because the user asks for it.
-
-        During a forward or backward of the group its full parameters stay in memory until that is
-        over: the program may have taken them, or views of them, out of the modules.
-
-        Raises:
-            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
-        """
-        self._put_shards_back(self._deliver_all if self._is_in_use else self._free)
-
-    def reshard_for_state_dict(self, *_: Any) -> None:
-        """Reshard before a state dict is made; a hook.
-
-        Until the outermost forward is over, the memory of full parameters stays where
-        ``reshard_after_forward`` leaves it: a module may have returned views of them.
-
-        Raises:
-            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
-        """
-        is_whole = self.state in (states.SHARDED, states.UNSHARDED)
-        stays = self._is_in_use or (is_whole and self.is_in_forward())
-        self._put_shards_back(self._deliver_all if stays else self._free)
-
-    def reshard_for_load(self, *_: Any) -> None:
-        """Reshard before a state dict is loaded; a hook.
-
-        Raises:
-            MisuseError: a forward or backward of the group is under way, with the values of before.
-        """
-        if self._is_in_use:
-            raise MisuseError(
-                f"group {self.label.name!r} on rank {dist.get_rank()}: load_state_dict() would "
-                "have replaced values that its running forward or backward needs. Load between "
-                "steps"
-            )
-        self.reshard_for_state_dict()
-
-    def check_for_state_dict(self, *_: Any) -> None:
-        """Check that the shards are of one step before a state dict is made; a hook.
-
-        Raises:
-            StepInterruptedError: an exception has interrupted a step in backward.
-        """
-        if self.stepper is not None:
-            self.stepper.check_whole()
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Adopt what a state dict loads once inside, at the end, in place of after each module."""
-        self._is_loading = True
-        try:
-            yield
-        finally:
-            self._is_loading = False
-        self.refresh_from_state_dict()
-
-    def refresh_from_state_dict(self, module: nn.Module | None = None, *_: Any) -> None:
-        """Adopt the parameters that a state dict loaded; a hook.
-
-        A tie to which it gave equal values under each name stays. A backward that is under way, and
-        still needs the values of before, then raises.
-
-        Args:
-            module: the module that it was loaded into; ``None`` for all.
-        """
-        if self._is_loading:
-            return
-        self.refresh(module)
-        if self._lease is None:  # otherwise modules hold what was summoned
-            for param in self.params:
-                if param.is_in(module):
-                    param.form.tie_again()
-        if self.fulls is not None:
-            self.fulls.aliased.follow()
-
     def begin(self, activity: Activity) -> None:
         """Report that the group begins its forward or its backward."""
         if self._observed:  # a forward that is recomputed may run inside itself
@@ -237,9 +189,9 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
             MisuseError: a tied parameter was written to in two groups.
         """
-        agree, fulls = self.agree, self.fulls
-        if agree is not None and self._lease is None and (fulls is None or fulls.moves):
-            agree(self._unshard)
+        order, fulls = self.leader.own_order, self.fulls
+        if order is not None and not self.is_unsharded and (fulls is None or fulls.moves):
+            order.gather(self, self._unshard)
         else:
             self._unshard()
 
@@ -298,7 +250,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        if self._lease is None:
+        if not self.is_unsharded:
             self._adopt_shards()
         self.deliver_writes()
         self._deliver_ties()
@@ -357,10 +309,11 @@ class ParamGroup:
         """Start the all-gather of a group that runs soon, if it takes any time."""
         if self.fulls is not None and not self.fulls.moves:
             return
-        if self.agree_ahead is None or self._lease is not None:
+        order = self.leader.own_order
+        if order is None or self.is_unsharded:
             self._unshard()
         else:
-            self.agree_ahead(self._unshard)
+            order.offer(self, self._unshard)
 
     def enter_backward(self) -> None:
         """Unshard for a backward. Only parameters that require gradients now will get them.
@@ -385,6 +338,10 @@ class ParamGroup:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
         self._put_shards_back(self._free)
+
+    def put_shards_back(self) -> None:
+        """Put the shards back as :meth:`reshard` does, and leave the full parameters in memory."""
+        self._put_shards_back(self._deliver_all)
 
     def _put_shards_back(self, then: Callable[[], None]) -> None:
         if self.state is states.SHARDED:
@@ -413,18 +370,13 @@ class ParamGroup:
                 "Write to the parameter in place, or replace it between steps"
             )
 
-    def summon(self) -> None:
-        """Put the summoned full parameters into the modules, until :meth:`end_summon`."""
+    def use_summoned(self) -> None:
+        """Put the full parameters that a user has summoned into the modules."""
         self.reshard()
         self._move(states.SUMMONED)
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
-
-    def end_summon(self) -> None:
-        """Put the shards into the modules, if some have full parameters of the user's."""
-        if self.state is states.SUMMONED:
-            self.use_shards()
 
     def use_shards(self) -> list[GroupParam]:
         """Put the shards into the modules, and leave the full parameters as they are.
@@ -479,14 +431,10 @@ class ParamGroup:
             MisuseError: a module wrote to a full parameter and to its shard.
         """
         self.deliver_writes()
-        lease = self._lease
-        if lease is not None and (
-            lease.freshness is states.CURRENT
-            or (lease.freshness is states.KEPT and not torch.is_grad_enabled())
-        ):
-            lease.freshness = self._left_behind
+        if self.is_unsharded:
+            self._lease.outlive(self._left_behind)
 
-    def unshard_for_user(self) -> None:
+    def unshard_ahead(self) -> None:
         """Start the all-gather for the next forward, which checks that nothing was written since.
 
         Raises:
@@ -494,7 +442,6 @@ class ParamGroup:
         """
         self.reshard_if_stale()
         self.unshard()
-        assert self._lease is not None
         self._lease.freshness = states.AHEAD
 
     def reshard_if_stale(self) -> None:
@@ -504,7 +451,7 @@ class ParamGroup:
         every rank gathers again without asking.
         """
         lease = self._lease
-        if lease is None or lease.freshness is states.CURRENT:
+        if not lease.is_held or lease.freshness is states.CURRENT:
             return
         # A user asks to keep them, or accumulates gradients. Not if shards stepped in backward.
         kept = self.options.keep_unsharded or lease.freshness is states.KEPT
@@ -524,10 +471,10 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
-        if lease is not None and lease.forward != number and lease.freshness is not states.AHEAD:
+        if lease.forward != number and lease.freshness is not states.AHEAD:
             self.reshard_if_stale()
-        lease, fulls = self._lease, self.fulls
-        if lease is not None and fulls is not None:
+        fulls = self.fulls
+        if lease.is_held and fulls is not None:
             for param in fulls.filled.outdated:
                 # What only other modules have, these may have used before the write.
                 if any(owner.module in module.modules() for owner in param.owners):
@@ -540,8 +487,7 @@ class ParamGroup:
             if lease.freshness is not states.CURRENT:  # and this with it
                 GroupParam.freeze_or_unfreeze_all(self.params)
         self.use_now()
-        assert self._lease is not None
-        self._lease.forward, self._lease.freshness = number, states.CURRENT
+        lease.use(number)
 
     def refresh(self, module: nn.Module | None = None) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -555,7 +501,7 @@ class ParamGroup:
             MisuseError: a parameter was replaced during a backward of the group.
             ValueError: the replacement is not a ``DTensor`` of the same shape and placements.
         """
-        if self._lease is not None:
+        if self.is_unsharded:
             return
         for param in self.params:
             if param.is_in(module):
@@ -662,16 +608,10 @@ class ParamGroup:
             The delivery. ``None`` if no parameter takes part, or a rank that is alone is done; or
             synchronization is off, or another pass of this backward is to come: gradients stay.
         """
-        if not observe.is_observed():
-            return self._reduce_grads(completes)
-        with observe.during(Activity.REDUCE, self.label.name):
-            return self._reduce_grads(completes)
-
-    def _reduce_grads(self, completes: bool) -> Delivery | None:
         options, waiting = self.options, self._unreduced
         syncs = options.requires_gradient_sync
         # Ranks that agree reduce now, whatever this one finds. It may even use the group again.
-        is_agreed = syncs and self.agree is not None
+        is_agreed = syncs and self.leader.own_order is not None
         if syncs and not is_agreed and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
             self.phase = states.DEFERRED
@@ -708,7 +648,7 @@ class ParamGroup:
         """Reshard after a backward if the options say so, and leave the gradients for later."""
         if self.options.reshard_after_backward:
             self.reshard()
-        elif self._lease is not None and self._lease.freshness is not states.AHEAD:
+        elif self.is_unsharded and self._lease.freshness is not states.AHEAD:
             self.deliver_writes()
             self._lease.freshness = self._left_behind
 
@@ -775,6 +715,10 @@ class ParamGroup:
         for param in self.params:
             param.form.growth = Growth.NONE
 
+    def post_backward(self) -> None:
+        """Reduce the gradients through the root. ``torch.distributed.pipelining`` calls this."""
+        self.leader.post_backward(self)
+
     # -- inside --------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -825,7 +769,7 @@ class ParamGroup:
         """
         if self.fulls is None:
             return
-        in_use = self._lease is not None and self._lease.freshness is not states.STALE
+        in_use = self.is_unsharded and self._lease.freshness is not states.STALE
         for param in self.fulls.filled.params if in_use else self.fulls.filled.written:
             if param.form is written.form:
                 raise MisuseError(
@@ -854,16 +798,18 @@ class ParamGroup:
             param.form.take_over(owner)  # in the other modules that it is tied to
 
     @property
-    def _is_in_use(self) -> bool:
+    def is_unsharded(self) -> bool:
+        """Whether modules hold, or are about to hold, anything but shards."""
+        return self._lease.is_held
+
+    @property
+    def is_in_use(self) -> bool:
         """Whether a forward or backward uses the full parameters, in its modules or beside them."""
-        lease, is_in_backward = self._lease, self.phase is states.BACKWARD
-        if lease is None:
-            has_values, use = self.fulls is not None and self.fulls.filled.holds_values, self._left
+        if self.is_unsharded:
+            has_values = self.state is states.UNSHARDED
         else:
-            has_values, use = self.state is states.UNSHARDED, lease.freshness
-        if is_in_backward:  # unless an exception has ended it
-            return has_values and autograd.in_backward()
-        return has_values and use is states.CURRENT
+            has_values = self.fulls is not None and self.fulls.filled.holds_values
+        return has_values and self._lease.is_used(self.phase)
 
     @property
     def is_left(self) -> bool:
@@ -871,7 +817,7 @@ class ParamGroup:
 
         A user has resharded while they were in use.
         """
-        return self._lease is None and self.fulls is not None and self.fulls.is_allocated
+        return not self.is_unsharded and self.fulls is not None and self.fulls.is_allocated
 
     def _deliver_all(self) -> None:
         """Give the shards what modules wrote, and leave the full parameters in memory."""
@@ -907,11 +853,9 @@ class ParamGroup:
             )
         self.state = to
         if to is states.SHARDED:
-            if self._lease is not None:
-                self._left = self._lease.freshness
-            self._lease = None
-        elif self._lease is None:
-            self._lease = Lease(self.steps_in_backward)
+            self._lease.is_held = False
+        elif not self._lease.is_held:
+            self._lease.take(self.steps_in_backward)
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.fqn!r}, {len(self.params)} parameters, {self.state.value})"

@@ -14,6 +14,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from shardwise._torch import autograd, fsdp
+from shardwise.base import observe
+from shardwise.base.observe import Activity
 from shardwise.sharding.delivery import Delivery, When
 from shardwise.sharding.group import ParamGroup
 
@@ -111,7 +113,8 @@ class Ledger:
             due = len(pending) + 1 - group.options.reduce_scatter_max_input_buffers
             for delivery in pending[: max(0, due)]:
                 self._move_on(delivery)
-        started = group.reduce_grads(self.ends_step)
+        with observe.during(Activity.REDUCE, group.label.name):
+            started = group.reduce_grads(self.ends_step)
         if started is not None and not started.has_landed:
             self._in_flight.append(started)
             if started.when is When.AT_ONCE or (started.when is When.BEFORE_STEP and started.steps):

@@ -7,7 +7,6 @@ have been made.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import warnings
 import weakref
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd, fsdp
+from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding import states
@@ -31,10 +31,10 @@ from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.states import GroupOrder
-from shardwise.sharding.stepping import Stepper
 
 if TYPE_CHECKING:
     from shardwise.sharding.own_order import OwnOrder
+    from shardwise.sharding.stepping import Stepper
 
 
 class HasStateDictKinds:
@@ -254,7 +254,8 @@ class Root:
         if self.own_order is None:
             self.ledger.start(group)
         elif not group.options.requires_gradient_sync:
-            group.reduce_grads()  # keeps them; what is in flight moves on with all ranks only
+            with observe.during(Activity.REDUCE, group.label.name):
+                group.reduce_grads()  # keeps them; what is in flight moves on with all ranks only
         else:
             group.leave_backward()
             self.own_order.finish(group)
@@ -569,11 +570,7 @@ class FSDPState:
             state.root = self.root
             for group in state.groups:
                 group.refresh()
-                group.post_backward = functools.partial(state.root.post_backward, group)
-                group.is_in_forward = state.root.is_in_forward
-                if state.root.own_order is not None:
-                    group.agree = functools.partial(state.root.own_order.gather, group)
-                    group.agree_ahead = functools.partial(state.root.own_order.offer, group)
+                group.leader = state.root
         paged = [group.pages for group in self.root.groups if group.pages is not None]
         for pages in paged:
             pages.order = paged[0].order

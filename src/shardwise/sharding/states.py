@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from dataclasses import dataclass
 
 import torch
 
@@ -69,21 +68,49 @@ class Freshness(enum.Enum):
     AHEAD = "ahead"
 
 
-@dataclass(slots=True)
 class Lease:
-    """One use of a group's full parameters: from a gather until modules hold shards again.
+    """The use of a group's full parameters: from a gather until modules hold shards again.
 
-    A group without a lease is ``SHARDED``.
+    A group is ``SHARDED`` while its lease is not held. Full parameters may stay in memory even
+    then: a user has resharded while they were in use.
 
     Attributes:
-        steps: how many steps in backward its shards had made when they were gathered.
-        freshness: whether the next forward may use it.
+        is_held: whether modules hold, or are about to hold, anything but shards.
+        freshness: whether the next forward may use what is in memory.
+        steps: how many steps in backward the shards had made when they were gathered.
         forward: the outermost forward that has used it last, by its number; 0: none.
     """
 
-    steps: int
-    freshness: Freshness = Freshness.CURRENT
-    forward: int = 0
+    __slots__ = ("forward", "freshness", "is_held", "steps")
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.freshness = Freshness.STALE
+        self.steps = 0
+        self.forward = 0
+
+    def take(self, steps: int) -> None:
+        """Hold it: what is gathered now is of shards that have made ``steps`` in backward."""
+        self.is_held, self.freshness, self.steps, self.forward = True, Freshness.CURRENT, steps, 0
+
+    def use(self, forward: int) -> None:
+        """Note that an outermost forward uses what was gathered."""
+        self.forward, self.freshness = forward, Freshness.CURRENT
+
+    def outlive(self, kept: Freshness) -> None:
+        """Note that a forward is over, and that what it gathered stays in memory, as ``kept``.
+
+        What stays for later backwards is not kept beyond an evaluation: users expect shards then.
+        """
+        is_kept = self.freshness is Freshness.KEPT
+        if self.freshness is Freshness.CURRENT or (is_kept and not torch.is_grad_enabled()):
+            self.freshness = kept
+
+    def is_used(self, phase: Phase) -> bool:
+        """Whether a forward or backward uses what is in memory, in its modules or beside them."""
+        if phase is Phase.BACKWARD:  # unless an exception has ended it
+            return autograd.in_backward()
+        return self.freshness is Freshness.CURRENT
 
 
 class Phase(enum.Enum):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from shardwise.base import libc
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.base.scratch import libc
 from shardwise.schedules import Schedule
 from shardwise.simulated.own import Own
 

@@ -22,10 +22,10 @@ from shardwise.base.devices import Backend
 from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
-from shardwise.transport.waiter import Launched
 
 if TYPE_CHECKING:
     from shardwise.transport.runner import Turn
+    from shardwise.transport.waiter import Launched
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.base import devices, observe
+from shardwise.base.libc import DONT_NEED, HUGE_PAGE, libc
 from shardwise.base.observe import Memory
-from shardwise.base.scratch.libc import DONT_NEED, HUGE_PAGE, libc
 
 #: Smaller storages are not put on huge pages.
 LARGE_BYTES = 4 * 1024 * 1024

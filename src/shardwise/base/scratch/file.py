@@ -33,8 +33,8 @@ from typing import Any, cast
 
 import torch
 
+from shardwise.base import libc
 from shardwise.base.errors import OffloadError
-from shardwise.base.scratch import libc
 from shardwise.base.units import binary_size
 
 #: Tensors with fewer bytes on a rank stay in memory: counts of steps, biases, norms, their states.

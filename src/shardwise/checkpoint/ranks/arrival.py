@@ -49,6 +49,7 @@ from shardwise.checkpoint.ranks.state import (
     sharded_state_dicts,
     ties,
 )
+from shardwise.sharding import user_calls
 from shardwise.sharding.allocate import MetaMemory
 from shardwise.sharding.state import groups_of
 
@@ -277,7 +278,7 @@ class Arrival:
                     ]
             with ExitStack() as stack:
                 for group in groups_of(self._model):
-                    stack.enter_context(group.loading())
+                    stack.enter_context(user_calls.loading(group))
                 yield
         finally:
             for handle in handles:

@@ -24,8 +24,8 @@ from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
 from shardwise.base.boxes import Box, is_tiling, narrow
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
+from shardwise.base.libc import trim_heap
 from shardwise.base.portions import portions
-from shardwise.base.scratch.libc import trim_heap
 from shardwise.base.states_keeper import drop_states, keeper_of
 from shardwise.checkpoint.disk.entries import (
     Origin,

@@ -36,6 +36,7 @@ from shardwise.checkpoint.disk.values import RANKS, encode, held_in, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.per_rank import LocalValue, PerRank, by_rank
 from shardwise.checkpoint.ranks.subclasses import taken_apart
+from shardwise.sharding import user_calls
 from shardwise.sharding.param import forms_of
 from shardwise.sharding.state import HasStateDictKinds, groups_of
 
@@ -238,7 +239,7 @@ def reshard(model: nn.Module) -> None:
         MisuseError: a forward or backward is under way, with the values of before.
     """
     for group in groups_of(model):
-        group.reshard_for_load()
+        user_calls.before_load(group)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # torch's own, too
             module.reshard()

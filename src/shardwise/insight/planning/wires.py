@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.base import devices
+from shardwise.base import devices, libc
 from shardwise.base.devices import Backend
 from shardwise.base.observe import Memory
-from shardwise.base.scratch import libc
 from shardwise.frontends.torch_groups import Launch
 from shardwise.transport.base import FinishedWork, Transport
 from shardwise.transport.carrier import Announced, Carrier, Collective, Ends, carried_by

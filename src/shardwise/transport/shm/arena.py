@@ -22,14 +22,14 @@ from typing import Self
 import torch
 
 from shardwise.base import observe
-from shardwise.base.observe import Memory
-from shardwise.base.scratch.libc import (
+from shardwise.base.libc import (
     DONT_NEED,
     MAP_FAILED,
     MAP_FIXED,
     MAP_NORESERVE,
     libc,
 )
+from shardwise.base.observe import Memory
 from shardwise.transport.memory import pack_offsets
 
 #: Length of the file in bytes. It takes no memory until it is written to.

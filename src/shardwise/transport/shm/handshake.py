@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwise.base.scratch import libc
+from shardwise.base import libc
 from shardwise.base.units import binary_size
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.arena import Arena

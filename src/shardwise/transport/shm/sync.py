@@ -21,10 +21,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from shardwise.base import observe
+from shardwise.base import libc, observe
 from shardwise.base.errors import RanksDivergedError
 from shardwise.base.observe import Activity
-from shardwise.base.scratch import libc
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.peers import Pace, Peers, PeerWatch
 from shardwise.transport.shm.arena import Arena, Window, whole_pages

@@ -420,7 +420,7 @@ def _other_schedule(run: _Run, position: Position) -> str:
     """Return what to say if what is asked for now gives other learning rates to steps before."""
     if not _changes(run, position) or not run.files.metrics.is_file():
         return ""
-    for found in journal.read_metrics(run.files.metrics, position.step):
+    for found in read_metrics(run.files.metrics, position.step):
         step, was = found.get("step"), found.get("lr")
         if isinstance(step, int) and isinstance(was, float):
             now = run.task.schedule(Position(step, step * run.per_step))
