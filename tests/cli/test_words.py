@@ -79,6 +79,12 @@ def test_processes_may_be_as_many_as_the_host_has(
             "did you mean --activation-checkpointing selective?",
         ),
         ("train lm --load_in_4bit", "--load-in-4bit; did you mean --base nf4?"),
+        (
+            "train --nproc 2",
+            "--nproc: found in front of the command, expected one of lm, mnist, imag",
+        ),
+        ("train my.py", "No such command 'my.py', expected one of lm, mnist, imagenet, vit"),
+        ("--verson", "(Possible options: --version)"),
         ("plan llama-tiny --gpus 8", "No such option: --nproc; did you mean --mesh dp=N?"),
         ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
         ("train lm --nproc many", "--nproc: found 'many', expected a whole number, gpu, cpu or"),

@@ -563,7 +563,7 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     again = functools.partial(small_config, tmp_path, steps=2, existing=Existing.RESUME)
     model = str(write_model(other, hidden_size=12))
     for changes, said in (
-        ({"seed": 5}, "--seed: found 5, expected 0, as the run began"),
+        ({"seed": 5}, "--seed: found 5, expected 0, as in the run to resume"),
         # These come back with the optimizer's state, whatever is asked for.
         ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as the"),
         ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as the"),

@@ -12,6 +12,8 @@ from typer import Option
 from shardwise.app.cli.options import Integer, NameArgument, Number
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import UserError
+from shardwise.base.progress import progress
+from shardwise.elastic.rank import importing
 from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
 from shardwise.insight.schema.training import check_nproc
 
@@ -86,11 +88,12 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
 
-    from shardwise.app.recipes.core.model import Sampling
-    from shardwise.app.recipes.text.generate import Request
-    from shardwise.app.recipes.text.generate import generate as run
-    from shardwise.base import devices
-    from shardwise.elastic.call import launch
+    with progress("importing torch and transformers"), importing():
+        from shardwise.app.recipes.core.model import Sampling
+        from shardwise.app.recipes.text.generate import Request
+        from shardwise.app.recipes.text.generate import generate as run
+        from shardwise.base import devices
+        from shardwise.elastic.call import launch
 
     request = Request(
         source=src,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.app.cli.options import Options, with_options
+from shardwise.app.cli.options import Options, check_page, with_options
 from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.progress import LongWork, progress
@@ -70,8 +70,7 @@ class ProveConfig(Config):
         check_extras(["transformers"])
         most, expected = most_ranks()
         require(self.nproc <= most, "--nproc", self.nproc, expected)
-        folder = self.html.absolute().parent
-        require(folder.is_dir(), "--html", self.html, f"a file in a folder that exists: {folder}")
+        check_page(self.html)
         with reporting():
             mesh = WantedMesh.parse(f"{DATA}={self.nproc}")
             settings = Settings.of(self.sharding, self.step, mesh=mesh)
