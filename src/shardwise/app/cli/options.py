@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 
 import typer
+from typer.core import TyperGroup
 
 from shardwise.insight.schema.option import (
     BY_MODEL,
@@ -176,7 +177,9 @@ def describe(error: typer.BadParameter) -> str:
     """Describe an error in one line."""
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
     message = " ".join(str(error.message).split())
-    commands = ", ".join(getattr(error.ctx and error.ctx.command, "commands", ()))
+    commands = ""
+    if error.ctx is not None and isinstance(error.ctx.command, TyperGroup):
+        commands = ", ".join(error.ctx.command.list_commands(error.ctx))
     if commands and unknown and not error.possibilities:  # type: ignore[attr-defined]
         return f"{unknown}: found in front of the command, expected one of {commands} first"
     if commands and message.startswith("No such command '") and message.endswith("'."):
