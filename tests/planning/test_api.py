@@ -94,7 +94,7 @@ def test_bytes_follow_from_the_shards_and_times_from_a_known_device() -> None:
     assert plan.fits is True
     assert plan.machine == "h100, nvlink4 inside 2 hosts of 4, ib-400 between"
     assert (plan.settings.device_type, plan.settings.backend) == (devices.KNOWN, devices.NCCL.name)
-    slower = "; published trainings were 12 to 32 % slower than plans of this kind"
+    slower = "; published trainings were 12 to 32% slower than plans of this kind"
     assert speed(plan).endswith(slower)
 
 

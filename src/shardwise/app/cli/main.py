@@ -42,7 +42,7 @@ _FILES = {
 }
 
 
-class _InOrder(TyperGroup):
+class _TopLevel(TyperGroup):
     """The commands in our order: typer puts those with commands of their own behind all others."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -58,7 +58,7 @@ def commands(words: Sequence[str]) -> typer.Typer:
     named = [_FILES[word] for word in words[:1] if word in _FILES]
     cli = typer.Typer(
         name="shardwise",
-        cls=_InOrder,
+        cls=_TopLevel,
         help="Fully sharded data parallel training that you can see into.",
         invoke_without_command=True,
         context_settings={
