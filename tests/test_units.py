@@ -28,7 +28,7 @@ def test_sizes_have_binary_units(nbytes: int, text: str) -> None:
         (1.234, "1.23 s"),
         (75.1, "75.1 s"),
         (0.0456, "45.6 ms"),
-        (0.000789, "789 us"),
+        (0.000789, "789 µs"),
         (0, "0 s"),
     ],
 )

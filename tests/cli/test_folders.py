@@ -50,7 +50,7 @@ def test_a_second_run_takes_the_next_number_and_says_so(
     capsys.readouterr()
     assert call("train", "lm", "--steps", "3") == 0
     assert started[1] == Path("runs/lm-4")
-    line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm goes on with it"
+    line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm continues it"
     assert line in capsys.readouterr().out.splitlines()
     assert before == tuple(Path(f"runs/lm-{n}/run.json").read_bytes() for n in (2, 3))
 

@@ -135,8 +135,8 @@ def test_integers_may_be_written_as_large_ones_are(
         ("compare /dev/null pipe", "RUN...: found /dev/null, expected the folder of a run"),
         ("calibrate --out .", ".: found Is a directory, expected a file that can be written"),
         ("calibrate --out /dev/null/x", "/dev/null/x: found "),
-        ("run /dev/null", "SCRIPT: found /dev/null, which is no file"),
-        ("run pipe", "SCRIPT: found pipe, which is no file"),
+        ("run /dev/null", "SCRIPT: found /dev/null, which is not a file"),
+        ("run pipe", "SCRIPT: found pipe, which is not a file"),
     ],
 )
 def test_odd_values_are_refused_in_one_line(

@@ -475,6 +475,13 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
     assert huge.items() >= published.items()
 
 
+def test_help_begins_with_what_a_newcomer_needs(capsys: Capture) -> None:
+    assert call("--help") == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    names = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ")]
+    assert [name for name in names if name in ("train", "run", "plan")] == ["train", "run", "plan"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train"], ["train", "lm", "--help"]])
 def test_help_is_shown(capsys: Capture, arguments: list[str]) -> None:
     assert call(*arguments) == 0

@@ -82,6 +82,12 @@ def test_mistakes_are_one_line(capsys: Capture, arguments: str, message: str) ->
     assert message in refused(capsys, "plan", *arguments.split())
 
 
+def test_a_page_that_cannot_be_written_is_refused_first(capsys: Capture, tmp_path: Path) -> None:
+    for page in (tmp_path, tmp_path / "none" / "plan.html"):
+        said = refused(capsys, "plan", "nowhere:build", "--html", str(page))
+        assert said.startswith(f"error: --html: found {page}")
+
+
 def test_json_is_one_object(capsys: Capture) -> None:
     words = "llama-tiny --mesh dp=4 --seq-length 16 --device h100 --link ib-200 --json"
     assert call("plan", *words.split()) == 0

@@ -384,7 +384,7 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
     [
         ("", "Missing argument 'SCRIPT"),
         ("nowhere.py", "SCRIPT: found nowhere.py, which does not exist, expected a Python file"),
-        (".", "SCRIPT: found ., which is no file, expected a Python file"),
+        (".", "SCRIPT: found ., which is not a file, expected a Python file"),
         ("--nprc 2 there.py", "No such option: --nprc"),
         ("--nproc 0 there.py", "--nproc: found 0, expected 1 or more"),
         ("--nproc 100000 there.py", "--nproc: found 100000, expected at most "),
@@ -430,3 +430,21 @@ def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     _, err = program.communicate(timeout=WAIT)
     assert program.returncode == 2
     assert err == "error: --module: found no.where, expected a module that Python can import\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("there.py --nproc 2", "note       --nproc is passed to there.py, and one process is"),
+        ("there.py --nproc_per_node=2", "note       --nproc_per_node=2 is passed to there.py"),
+        ("--nproc 2 there.py --nproc 2", ""),
+        ("there.py --steps 2", ""),
+    ],
+)
+def test_a_number_of_processes_that_the_script_gets_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, no_world: Path, words: str, told: str
+) -> None:
+    monkeypatch.setattr("shardwise.app.cli.run.run_job", lambda *job: 0)
+    (no_world / "there.py").touch()
+    assert call("run", *words.split()) == 0
+    assert capsys.readouterr().err.startswith(told) if told else not capsys.readouterr().err

@@ -84,6 +84,12 @@ def test_processes_may_be_as_many_as_the_host_has(
             "train lm --nnodes 2 --rdzv-backend=c10d --rdzv-endpoint here:99",
             "--rdzv-backend; did you mean --rdzv HOST:PORT of host 0, or torchrun --rdzv-backend",
         ),
+        (
+            "train --nproc 2",
+            "--nproc: found in front of the command, expected one of lm, mnist, imag",
+        ),
+        ("train my.py", "No such command 'my.py', expected one of lm, mnist, imagenet, vit"),
+        ("--verson", "(Possible options: --version)"),
         ("plan llama-tiny --gpus 8", "No such option: --nproc; did you mean --mesh dp=N?"),
         ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
         *[

@@ -78,7 +78,7 @@ def test_blocks_cover_the_parameter_once(mesh: str) -> None:
 
 def test_labels_of_many_rows_are_condensed_to_their_room() -> None:
     long = draw_parameter(weight("dp=8", 128256, 8)).body
-    assert 'textLength="60" lengthAdjust="spacingAndGlyphs">112224..128255</text>' in long
+    assert 'textLength="66" lengthAdjust="spacingAndGlyphs">112224..128255</text>' in long
     assert "textLength" not in draw_parameter(weight("dp=8", 1024, 8)).body
 
 

@@ -79,7 +79,7 @@ def test_layers_that_are_sharded_alike_share_a_row(large: Report) -> None:
 
 def test_remarks_have_figures(report: Report) -> None:
     found = {each.kind: each for each in report.remarks}
-    assert "rank 0 holds 244 B and rank 7 96 B, 2.54 times as much" in found["unbalanced"].text
+    assert "rank 0 holds 244 B, 2.54 times the 96 B of rank 7" in found["unbalanced"].text
     assert found["unbalanced"].nbytes == 148
     assert found["padding"].nbytes == sum(total.padding for total in report.totals)
     assert "rank 7 holds nothing of blocks.0.up.weight (7x6)" in found["empty"].text
@@ -206,7 +206,7 @@ def test_replication_of_all_and_of_some() -> None:
 def test_a_rank_that_holds_nothing_at_all() -> None:
     found = remarks(parameter("a", {0: rows(0, 4), 1: rows(4, 0, 8)}))
     assert found["unbalanced"] == (
-        "rank 0 holds 32 B and rank 1 0 B; 1 parameter is sharded unevenly"
+        "rank 0 holds 32 B, and rank 1 holds nothing; 1 parameter is sharded unevenly"
     )
     assert "rank 1 holds nothing of a (4x2)" in found["empty"]
     assert found["padding"].endswith("while 1 parameter is gathered; 32 B of it for a")

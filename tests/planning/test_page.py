@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
 
 from shardwise.insight.planning.report import Available, Traffic
 from shardwise.insight.planning.text import page
+from tests import chromium
 from tests.inspect.plans import planned_report
 from tests.planning.test_report import LOG, STEP, MiB, make_plan
 
@@ -72,3 +76,24 @@ def test_hostile_names_are_text() -> None:
 
 def test_the_page_loads_nothing() -> None:
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page(PLAN, planned_report("dp=2")))
+
+
+@pytest.mark.skipif(chromium.find() is None, reason="no Chromium is installed")
+def test_a_plan_with_its_layout_fits_any_screen(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(page(PLAN, planned_report("dp=128")))
+    smallest = """(() => {
+        const svg = document.querySelector(".shown .mesh svg");
+        const scale = svg.clientWidth / svg.viewBox.baseVal.width;
+        return Math.min(...[...svg.querySelectorAll("text")]
+            .map(text => scale * parseFloat(getComputedStyle(text).fontSize)));
+    })()"""
+    cut = """[...document.querySelectorAll(".scroll")]
+        .filter(box => box.scrollWidth > box.clientWidth).length"""
+    with chromium.browser(str(chromium.find())) as tab:
+        for width in (360, 768, 1600):
+            tab.open(file.as_uri(), width=width)
+            assert tab.run("document.documentElement.scrollWidth") <= width
+            assert tab.run(cut) == 0, "no table goes beyond its box"
+            assert tab.run(smallest) >= 9, "pixels of the smallest label"
+            assert not tab.errors()

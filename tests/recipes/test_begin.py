@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_its_betas_however_it_wrote_them(
     inputs.check_same({**facts, "config": old})
     other = dataclasses.replace(config.train.optimizer, beta2=0.5)
     changed = dataclasses.replace(inputs, config=config.with_train(optimizer=other))
-    with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as the run began"):
+    with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as in the run to"):
         changed.check_same({**facts, "config": old})
 
 

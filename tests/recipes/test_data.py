@@ -141,7 +141,10 @@ def test_bytes_that_are_no_text_are_as_good(tmp_path: Path) -> None:
 def test_bad_data_is_one_clear_line(tmp_path: Path) -> None:
     empty, short = write(tmp_path, **{"empty.txt": b"", "short.txt": b"x" * 50})
     (tmp_path / "folder").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     cases = {
+        str(tmp_path / "run"): "--data: found .*run, the folder of a run, expected text; --out",
         str(tmp_path / "none.txt"): "--data: found nothing at .*none.txt, expected a file",
         str(tmp_path / "*.none"): "--data: found nothing at",
         str(empty): "--data: found an empty file: .*empty.txt",

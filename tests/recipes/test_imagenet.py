@@ -80,10 +80,10 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
 
     again = functools.partial(small_imagenet, tmp_path, steps=2, existing=Existing.RESUME)
     for changes, said in (
-        ({"momentum": 0.5}, "--momentum: found 0.5, expected 0.9, as the run"),
+        ({"momentum": 0.5}, "--momentum: found 0.5, expected 0.9, as in the run"),
         ({"model": "resnet18"}, "--model: found resnet18, another model, expected"),
         ({"model": "resnet18", "image_size": 64}, "--model: found resnet18, another"),
-        ({"image_size": 64}, "--image-size: found 64, expected 32, as the run"),
+        ({"image_size": 64}, "--image-size: found 64, expected 32, as in the run"),
     ):
         assert refusal(again(**changes)).startswith(said)
     (tmp_path / "snapshots" / "train" / "sea" / "0.JPEG").unlink()

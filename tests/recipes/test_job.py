@@ -80,8 +80,7 @@ def test_a_new_run_takes_the_first_free_number_and_says_why(tmp_path: Path) -> N
     job.choose_folder()
     assert job.config.train.output.out == tmp_path / "toy-3"
     assert job.chosen == (
-        f"run        {tmp_path}/toy-3; {default} has a run; "
-        f"--resume --out {default} goes on with it"
+        f"run        {tmp_path}/toy-3; {default} has a run; --resume --out {default} continues it"
     )
 
 

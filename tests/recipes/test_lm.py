@@ -139,7 +139,7 @@ def test_bf16_learns_nearly_the_same_and_all_in_bf16_is_saved_and_resumed_in_bf1
     ranks(train, 2, again)
     assert losses(again) == losses(whole)
     other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
-    assert refusal(other).startswith("--shard-dtype: found fp32, expected bf16, as the run")
+    assert refusal(other).startswith("--shard-dtype: found fp32, expected bf16, as in the run")
 
 
 def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
@@ -177,7 +177,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     other = small_config(
         tmp_path, "masters-again", steps=5, shard_dtype=PrecisionName.BF16, existing=Existing.RESUME
     )
-    assert refusal(other).startswith("--master-dtype: found nothing, expected fp32, as the run")
+    assert refusal(other).startswith("--master-dtype: found nothing, expected fp32, as in the run")
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
@@ -564,10 +564,10 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     again = functools.partial(small_config, tmp_path, steps=2, existing=Existing.RESUME)
     model = str(write_model(other, hidden_size=12))
     for changes, said in (
-        ({"seed": 5}, "--seed: found 5, expected 0, as the run began"),
+        ({"seed": 5}, "--seed: found 5, expected 0, as in the run to resume"),
         # These come back with the optimizer's state, whatever is asked for.
-        ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as the"),
-        ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as the"),
+        ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as in the run"),
+        ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as in the run"),
         ({"model": model}, f"--model: found {model}, another model"),
         # As where the default goes with the model.
         ({"model": model, "seq_length": 12}, f"--model: found {model}, another model"),

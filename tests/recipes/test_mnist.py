@@ -222,7 +222,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path
 
     again = functools.partial(small_mnist, tmp_path, steps=2, existing=Existing.RESUME)
     assert refusal(again(weight_decay=0.3)).startswith(
-        "--weight-decay: found 0.3, expected 0.1, as the"
+        "--weight-decay: found 0.3, expected 0.1, as in the run"
     )
     write_digits(tmp_path / "mnist", training=204)
     assert refusal(again()).startswith("--data-dir: found ")

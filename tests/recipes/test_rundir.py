@@ -184,7 +184,7 @@ def test_settings_that_must_stay_are_compared() -> None:
     before = {"seq_length": 8, "train": {"seed": 1, "steps": 10}}
     names = {"seq_length": "--seq-length", "seed": "--seed"}
     check_same(before, {"seq_length": 8, "train": {"seed": 1, "steps": 20}}, names)
-    with pytest.raises(OptionError, match="--seed: found 2, expected 1, as the run began"):
+    with pytest.raises(OptionError, match="--seed: found 2, expected 1, as in the run to resume"):
         check_same(before, {"seq_length": 8, "train": {"seed": 2, "steps": 10}}, names)
 
 

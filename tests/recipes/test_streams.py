@@ -407,7 +407,7 @@ def test_what_is_wrong_with_a_source_is_one_line(
     assert "the hub needs the network" in message(read("hf:allenai/c4:en"))
     assert "--tokenizer: found no/such" in message(lambda: Tokenizer("no/such"))
     one = batches(source_of(few), 0, 1, 2)
-    with pytest.raises(OptionError, match="--streams: found 2, expected 8, as the run began"):
+    with pytest.raises(OptionError, match="--streams: found 2, expected 8, as in the run to"):
         one.load_state({"streams": 8, "dealt": "by file"}, Path("checkpoint"))
 
 

@@ -404,7 +404,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
 def test_a_run_goes_on_only_with_the_model_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
     ranks(train, 1, small_vit(tmp_path, steps=1))
     other = small_vit(tmp_path, steps=2, layers=3, existing=Existing.RESUME)
-    assert refusal(other).startswith("--layers: found 3, expected 2, as the run began")
+    assert refusal(other).startswith("--layers: found 3, expected 2, as in the run to resume")
     larger = small_vit(tmp_path, steps=2, image_size=64, existing=Existing.RESUME)
     assert refusal(larger).startswith("--image-size: found 64, expected ")
 

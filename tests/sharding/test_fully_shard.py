@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -179,7 +180,14 @@ def test_groups_are_gathered_ahead_in_order_if_asked_for(rank: int, world_size: 
 def test_wrong_use_says_what_to_do(rank: int, world_size: int) -> None:
     """More of it is in ``test_refusals.py`` and ``test_device_mesh.py``."""
     assert "empty list" in _raises(ValueError, lambda: fully_shard([]))
-    assert "found str" in _raises(TypeError, lambda: fully_shard(["linear"]))  # type: ignore[list-item]
+    for wrong, found in (
+        (None, "found None"),
+        (nn.Linear, "found <class"),
+        (torch.ones(2), "found tensor(1.)"),
+        (nn.Linear(2, 2).parameters(), "found Parameter"),
+        (["linear"], "found 'linear'"),
+    ):
+        assert found in _raises(TypeError, functools.partial(fully_shard, wrong))  # type: ignore[arg-type]
     with torch.device("meta"):
         unborn = fully_shard(nn.Linear(3, 3))
     message = _raises(RuntimeError, lambda: unborn(torch.ones(1, 3)))

@@ -85,7 +85,7 @@ def test_the_script_has_every_span_and_the_prediction() -> None:
     assert [row for row, _ in early["rows"]] == ["groups", "host", "dp"]
     [[kind, name, begin, length, about]] = early["rows"][2][1]
     assert (kind, data["names"][name], begin, length) == ("all_gather", "layers.0", 1e6, 5e6)
-    assert about == "all-gather, 1000 B, 2e-07 GB/s, by gloo"
+    assert about == "all-gather, 1000 B, 200 B/s, by gloo"
 
 
 def test_names_cannot_break_out_of_the_page() -> None:
@@ -155,6 +155,14 @@ def test_a_browser_draws_the_page(tmp_path: Path, width: int, scheme: Any) -> No
             return document.getElementById("about").textContent;
         })()"""
         assert re.search(r"rank \d.*: .* into the step", tab.run(point))
+        tab.run("""(() => {
+            window.written = [];
+            CanvasRenderingContext2D.prototype.fillText = text => window.written.push(text);
+            dispatchEvent(new Event("resize"));
+        })()""")
+        written = set(tab.run("window.written"))
+        assert {"layers.0", "groups", "host", "dp", "rank 0"} <= written
+        assert not any("…" in text for text in written), "no label is cut off"
         tab.run("document.querySelector('[data-step=\"5\"]').click()")
         assert tab.run("document.getElementById('step').value") == "5"
         assert not tab.errors()

@@ -198,8 +198,8 @@ def test_the_summary_says_what_matters() -> None:
     early = rank(0, [collective(1, 6), wait(2, 5.9)])
     late = rank(1, [collective(4, 6), wait(4.5, 5.9)])
     assert Timeline((early, late), PREDICTION).summary() == (
-        "a step takes 10.0 s, 27 % of it waiting, rank 1 is the slowest: others wait 2.00 s for "
+        "a step takes 10.0 s, 27% of it waiting, rank 1 is the slowest: others wait 2.00 s for "
         "it, 9.00 s were predicted"
     )
-    assert Timeline((rank(0, []),)).summary() == "a step takes 10.0 s, 0 % of it waiting"
+    assert Timeline((rank(0, []),)).summary() == "a step takes 10.0 s, 0% of it waiting"
     assert Timeline((rank(0, [], []),)).summary() == "no step was recorded"

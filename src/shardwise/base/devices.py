@@ -263,7 +263,7 @@ def keep_freed_memory() -> bool:
     At the end of a step nearly all memory is freed: activations, full gradients. glibc then returns
     the top of its heap to the kernel, which has to clear and map each page again for the next step.
     Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and
-    step: 16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process
+    step: 16,000 page faults per step and 4 to 9% of its CPU time, against 190 faults. A process
     that trains reaches its peak in every step, so returning memory gains nothing. glibc's own
     variables do the same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
 

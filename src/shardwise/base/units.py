@@ -18,11 +18,11 @@ def binary_size(nbytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a duration with three digits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    """Format a duration with three digits: ``1.23 s``, ``45.6 ms``, ``789 µs``."""
     if not value:
         return "0 s"
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if abs(value) * factor >= 1 or unit == "us":
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(value) * factor >= 1 or unit == "µs":
             break
     size = abs(value) * factor
     return f"{value * factor:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"

@@ -133,7 +133,8 @@ def fully_shard(
     """
     # Check everything first, then make the new objects, then change the modules.
     check_arguments(fully_shard, locals())
-    tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
+    several = isinstance(module, Iterable) and not isinstance(module, nn.Module)
+    tops = _check_modules(tuple(module) if several else (module,))
     if order not in ("same", "own"):
         raise ValueError(f"order: expected 'same' or 'own', found {order!r}")
     classes = ", ".join(type(top).__name__ for top in tops)
@@ -207,9 +208,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """Check that ``modules`` can be sharded, and return the outermost ones."""
     if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, found an empty list")
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise TypeError(f"fully_shard: expected an nn.Module, found {type(each).__name__}")
+    if wrong := [each for each in modules if not isinstance(each, nn.Module)]:
+        raise TypeError(f"fully_shard: expected an nn.Module, found {wrong[0]!r:.80}")
     tops = outermost(modules)
     # A container beside other modules is fine: its parameters are gathered when those run.
     if all(

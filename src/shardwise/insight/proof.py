@@ -443,7 +443,7 @@ class Proof:
         Raises:
             OSError: the file cannot be written.
         """
-        heads = ("largest difference of the first gradients", *(each.value for each in _SHARDED))
+        heads = ("parameter", *(each.value for each in _SHARDED))
         worst = sorted(
             self.differences.items(), key=lambda item: nan_last(_largest(item[1])), reverse=True
         )
@@ -454,6 +454,8 @@ class Proof:
             f"<p>{escape(self.made)}</p></header>",
             self._table.for_page(),
             "<h2>Gradients</h2>",
+            "<p>The largest difference of a first gradient from that of one process, as a share of "
+            "its largest element.</p>",
             grads.for_page(),
         )
         replace_file(path, document(f"Proof of {self.model}", body).encode())

@@ -54,7 +54,7 @@
   const bytes = value => isNumber(value) ? scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]) : "–";
   const mebibytes = value => isNumber(value) ? bytes(value * 2 ** 20) : "–";
   const count = value => isNumber(value) ? scaled(value, 1000, ["", "k", "M", "B", "T"]) : "–";
-  const percent = value => isNumber(value) ? `${(100 * value).toFixed(1)} %` : "–";
+  const percent = value => isNumber(value) ? `${(100 * value).toFixed(1)}%` : "–";
 
   function duration(seconds) {
     if (!isNumber(seconds)) return "–";
@@ -203,7 +203,7 @@
       h("i", { style: { width: `${100 * now.busy[i] / most}%`, background: slow(i) ? "var(--c1)" : "var(--c0)" } }),
       h("i", { style: { width: `${100 * now.data[i] / most}%`, background: "var(--c4)" } }));
     const at = now.ranks.map((_, i) => i).sort((a, b) => now.ranks.length > 64 ? now.busy[b] - now.busy[a] : a - b).slice(0, 64);
-    const rows = at.map(i => [grouped(now.ranks[i]), host(now.ranks[i]), meter(i), seconds(now.busy[i]), seconds(now.data[i]),
+    const rows = at.map(i => [grouped(now.ranks[i]), host(now.ranks[i]), seconds(now.busy[i]), meter(i), seconds(now.data[i]),
       seconds(Math.max(0, now.seconds - now.busy[i])), mebibytes(now.memory_mib[i]), slow(i) ? h("span", { class: "failed" }, `slowest, ${(now.busy[i] / median).toFixed(2)} x the median`) : ""]);
     return h("div", {}, h("p", { class: "soft" }, `Mean of the steps up to ${grouped(now.step)}; ${seconds(now.seconds)} a step. A rank that waits less than others is what they wait for.` +
       (at.length < now.world_size ? ` The ${at.length} busiest of ${plural(now.world_size, "rank")}.` : "")),
@@ -243,8 +243,8 @@
 
   const TITLES = { loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", memory_mib: "Memory of the largest rank", mfu: "Model FLOPs utilization", validation_loss: "Validation loss" };
   const SHOWN = { memory_mib: mebibytes, mfu: percent };
-  const titleOf = name => name === "memory_mib" && !several() && isProcess(runs[0]) && peakOf(runs[0].plan) ? "Memory of the largest process, and of its tensors in the plan"
-    : own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
+  const nameOf = name => own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
+  const titleOf = name => name === "memory_mib" && !several() && isProcess(runs[0]) && peakOf(runs[0].plan) ? "Memory of the largest process, and of its tensors in the plan" : nameOf(name);
   const charts = new Map();  // name -> { root, plot, shape, log, zoomed }
   const color = (name, alpha = 1) => {
     const value = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -275,7 +275,7 @@
     const lines = [];
     runs.forEach((run, at) => {
       const steps = run.curves.steps, curve = own(run.curves.values, name), tint = `--c${several() ? at % 8 : 0}`;
-      const label = several() ? run.name : (own(TITLES, name) || name).toLowerCase();
+      const label = several() ? run.name : nameOf(name).toLowerCase();
       if (curve) {
         const even = ["loss", "grad_norm"].includes(name) || name.endsWith("_per_s") ? smooth(curve.mean) : null;
         const dots = curve.mean.filter(v => v !== null).length * 4 < steps.length;

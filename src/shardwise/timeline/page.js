@@ -4,7 +4,7 @@
   const canvas = document.getElementById("chart");
   if (!canvas) return;
   const about = document.getElementById("about"), select = document.getElementById("step");
-  const ROW = 15, GAP = 3, HEAD = 18, TOP = 22;
+  const ROW = 15, GAP = 3, HEAD = 18, TOP = 22, SMALL = "11px system-ui, sans-serif";
   const color = {
     forward: "forward", backward: "backward", optimizer: "optimizer", unshard: "runtime",
     reduce: "runtime", copy: "copy", wait: "wait", peer: "peer", all_gather: "gather",
@@ -27,14 +27,16 @@
 
   function draw() {
     const width = canvas.parentElement.clientWidth, scale = window.devicePixelRatio || 1;
-    left = width < 600 ? 64 : 100;
+    const pen = canvas.getContext("2d");
+    pen.font = SMALL;
+    const titles = step.groups.flatMap(group => group.rows.map(row => pen.measureText(row[0]).width));
+    left = Math.min(width / 3, Math.max(0, ...titles) + 14);
     let height = TOP;
     for (const group of step.groups) height += HEAD + group.rows.length * (ROW + GAP) + 6;
     canvas.width = width * scale; canvas.height = height * scale;
     canvas.style.width = width + "px"; canvas.style.height = height + "px";
-    const pen = canvas.getContext("2d");
     pen.scale(scale, scale);
-    pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+    pen.font = SMALL; pen.textBaseline = "middle";
     const per = (width - left) / (until - from), text = style("text"), soft = style("soft");
     const rule = style("rule"), label = style("label");
     const colors = Object.fromEntries(
@@ -45,12 +47,12 @@
     for (const group of step.groups) {
       pen.fillStyle = text; pen.font = "600 12px system-ui, sans-serif";
       pen.fillText(group.title, 6, y + HEAD / 2);
-      pen.font = "11px system-ui, sans-serif";
+      pen.font = SMALL;
       y += HEAD;
       let before = "";
       for (const [title, spans] of group.rows) {
         pen.fillStyle = soft;
-        if (title !== before) pen.fillText(fitted(pen, title, left - 12), 6, y + ROW / 2);
+        if (title !== before) pen.fillText(title, 6, y + ROW / 2, left - 12);
         before = title;
         pen.save(); pen.beginPath(); pen.rect(left, y, width - left, ROW); pen.clip();
         for (let i = 0; i < spans.length; i++) {
@@ -63,7 +65,7 @@
           pen.fillRect(x, y, Math.max(w - 0.4, 0.6), ROW);
           pen.globalAlpha = 1;
           drawn.push([x, y, w, span, group.title]);
-          if (w > 40 && !holds) {
+          if (w > 12 && !holds) {
             pen.fillStyle = label;
             const at = Math.max(x, left) + 3;
             pen.fillText(fitted(pen, data.names[name], x + w - at - 3), at, y + ROW / 2 + 0.5);
@@ -88,12 +90,10 @@
     }
   }
 
-  function fitted(pen, text, room) {
-    if (room < 12) return "";
-    if (pen.measureText(text).width <= room) return text;
-    let end = text;  // the end of a name says which layer it is
-    while (end && pen.measureText("…" + end).width > room) end = end.slice(1);
-    return end ? "…" + end : "";
+  function fitted(pen, name, room) {  // the end of a name says which layer it is: layers.2, or 2
+    const fits = text => pen.measureText(text).width <= room;
+    while (!fits(name) && name.includes(".")) name = name.slice(name.indexOf(".") + 1);
+    return fits(name) ? name : "";
   }
 
   function zoom(factor, center) {

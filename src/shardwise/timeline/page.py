@@ -409,7 +409,7 @@ def _waits(timeline: Timeline) -> Iterator[str]:
         yield "<p>No rank waited.</p></section>"
         return
     yield table(
-        ("rank", "waits for the collective of", "over", "seconds", "because of"),
+        ("rank", "waits for the collective of", "over", "time", "because of"),
         [
             (
                 str(rank),
@@ -534,7 +534,7 @@ def _about(span: Span) -> str:
     if span.nbytes:
         words.append(units.binary_size(span.nbytes))
         if span.seconds > 0:
-            words.append(f"{span.nbytes / span.seconds / 1e9:.3g} GB/s")
+            words.append(f"{units.binary_size(span.nbytes / span.seconds)}/s")
     if span.transport:
         words.append(f"by {span.transport}")
     if span.end is None:

@@ -384,4 +384,4 @@ def together(timelines: Iterable[Timeline]) -> Timeline:
 
 
 def _share(seconds: float, step: StepOfAll) -> str:
-    return f"{100 * seconds / step.seconds:.0f} %" if step.seconds else "0 %"
+    return f"{100 * seconds / step.seconds:.0f}%" if step.seconds else "0%"

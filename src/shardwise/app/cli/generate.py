@@ -14,6 +14,8 @@ import typer
 from shardwise.app.cli.options import NameArgument, Options, keyword_only, with_options
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import UserError
+from shardwise.base.progress import progress
+from shardwise.elastic.rank import importing
 from shardwise.insight.schema.option import (
     SEEDS,
     Bounds,
@@ -105,10 +107,11 @@ class GenerateConfig(Config):
         processes = check_nproc(self.nproc, None)
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
 
-        from shardwise.app.recipes.core.model import Sampling
-        from shardwise.app.recipes.text.generate import Request, generate
-        from shardwise.base import devices
-        from shardwise.elastic.call import launch
+        with progress("importing torch and transformers"), importing():
+            from shardwise.app.recipes.core.model import Sampling
+            from shardwise.app.recipes.text.generate import Request, generate
+            from shardwise.base import devices
+            from shardwise.elastic.call import launch
 
         request = Request(
             source=source,

@@ -196,7 +196,10 @@ def _of_run(files: RunDir) -> tuple[Build, WantedMesh]:
         UserError: the folder contains no run, or the run did not record its model or mesh.
     """
     if not files.run_json.is_file():
-        raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
+        raise UserError(
+            f"RUN: found no run in {files.root}, expected a folder with run.json; the name of a "
+            "model goes with --model"
+        )
     record = files.read("RUN")
     name = f"{record.get('model', {}).get('name', 'model')} of {files.root}"
     if record.get("recipe") == "mnist":

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.app.cli.options import UsageError, describe, help_if_alone
@@ -41,6 +42,14 @@ _FILES = {
 }
 
 
+class _TopLevel(TyperGroup):
+    """The commands in our order: typer puts those with commands of their own behind all others."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Return their names."""
+        return [name for name in _FILES if name in self.commands]
+
+
 def commands(words: Sequence[str]) -> typer.Typer:
     """Return the commands: all of them, or those of one file if a command line begins with one.
 
@@ -49,6 +58,7 @@ def commands(words: Sequence[str]) -> typer.Typer:
     named = [_FILES[word] for word in words[:1] if word in _FILES]
     cli = typer.Typer(
         name="shardwise",
+        cls=_TopLevel,
         help="Fully sharded data parallel training that you can see into.",
         invoke_without_command=True,
         context_settings={

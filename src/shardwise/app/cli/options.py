@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 
 import typer
+from typer.core import TyperGroup
 
 from shardwise.insight.schema.option import (
     BY_MODEL,
@@ -134,6 +135,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Layers = Annotated[bool, typer.Option("--layers", help="Show repeated layers one by one.")]
 Html = Annotated[Path | None, PathOption(help="Write a page for browsers.", show_default=False)]
 
+
+def check_page(path: Path) -> None:
+    """Check that ``--html`` can become a file, before the work that it is to show.
+
+    Raises:
+        OptionError: it is a folder, or its folder does not exist.
+    """
+    require(not path.is_dir(), "--html", f"{path}, a folder", "the name of a file")
+    folder = path.absolute().parent
+    require(folder.is_dir(), "--html", f"{path} in {folder}", "a folder that exists")
+
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -161,9 +174,16 @@ UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 def describe(error: typer.BadParameter) -> str:
     """Describe an error in one line."""
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-    if form := FORMS.get(unknown):
-        return f"{error.message}; did you mean {form}?"
     message = " ".join(str(error.message).split())
+    commands = ""
+    if error.ctx is not None and isinstance(error.ctx.command, TyperGroup):
+        commands = ", ".join(error.ctx.command.list_commands(error.ctx))
+    if commands and unknown and not error.possibilities:  # type: ignore[attr-defined]
+        return f"{unknown}: found in front of the command, expected one of {commands} first"
+    if commands and message.startswith("No such command '") and message.endswith("'."):
+        return f"{message[:-1]}, expected one of {commands}"
+    if form := FORMS.get(unknown):
+        return f"{message}; did you mean {form}?"
     if not message.startswith("found "):
         return " ".join(error.format_message().split())
     # Of a parser of ours, which cannot know the option.

@@ -22,6 +22,7 @@ from shardwise.app.cli.options import (
     NameArgument,
     Options,
     PathOption,
+    check_page,
     keyword_only,
     read_size,
     with_options,
@@ -154,6 +155,8 @@ class PlanConfig(Config):
         """
         check_extras(["transformers"])
         limit = self._limit()
+        if self.html is not None:
+            check_page(self.html)
         with reporting():
             mesh = WantedMesh.parse(self.mesh, MOST_RANKS)
             settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)

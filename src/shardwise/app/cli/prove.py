@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.app.cli.options import Options, with_options
+from shardwise.app.cli.options import Options, check_page, with_options
 from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.progress import LongWork, progress
@@ -19,7 +19,7 @@ from shardwise.base.say import say
 from shardwise.elastic.rank import importing
 from shardwise.frontends.strategies import DATA, WantedMesh
 from shardwise.insight.planning.settings import PlannedStep, Settings
-from shardwise.insight.schema.option import OUTPUT, TRAINING, Bounds, Config, require, setting
+from shardwise.insight.schema.option import OUTPUT, TRAINING, Bounds, Config, setting
 from shardwise.insight.schema.sharding import StrategyConfig
 from shardwise.insight.schema.training import check_nproc, read_nproc
 
@@ -71,8 +71,7 @@ class ProveConfig(Config):
         """
         check_extras(["transformers"])
         check_nproc(self.nproc, None)
-        folder = self.html.absolute().parent
-        require(folder.is_dir(), "--html", self.html, f"a file in a folder that exists: {folder}")
+        check_page(self.html)
         with reporting():
             mesh = WantedMesh.parse(f"{DATA}={self.nproc}")
             settings = Settings.of(self.sharding, self.step, mesh=mesh)

@@ -54,6 +54,7 @@ from shardwise.insight.schema.option import (
     setting,
 )
 from shardwise.insight.schema.training import check_nproc, read_nproc
+from shardwise.insight.schema.words import own_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +417,14 @@ def add_to(cli: typer.Typer, *_: str) -> None:
 
     def act(given: Mapping[str, Any]) -> None:
         words, options = (_module if given["module"] else _file)(given["words"])
-        sys.exit(_run_script(words, options, launch.read(given)))
+        config = launch.read(given)
+        late = [word for word in given["words"][1:] if _sets_nproc(word)]
+        if late and config.nproc is None:
+            say(
+                f"note       {late[0]} is passed to {given['words'][0]}, and one process is "
+                "started: options of shardwise run come before the script"
+            )
+        sys.exit(_run_script(words, options, config))
 
     cli.command(
         "run",
@@ -425,12 +433,18 @@ def add_to(cli: typer.Typer, *_: str) -> None:
     )(with_options(act, [launch], _TEXT, [_WORDS, _MODULE]))
 
 
+def _sets_nproc(word: str) -> bool:
+    """Whether a word is the option for the number of processes, also as other launchers call it."""
+    name = word.partition("=")[0]
+    return name.startswith("--") and own_option(name[2:]) == "nproc"
+
+
 def _file(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """Check a script; return the words of a rank's command, and what hosts have to agree on."""
     path = Path(words[0])
     expected = "a Python file"
     require(path.exists(), "SCRIPT", f"{path}, which does not exist", expected)
-    require(path.is_file(), "SCRIPT", f"{path}, which is no file", expected)
+    require(path.is_file(), "SCRIPT", f"{path}, which is not a file", expected)
     require(os.access(path, os.R_OK), "SCRIPT", f"{path}, which is not readable", expected)
     # Its arguments may differ between hosts, which may keep data in different folders.
     contents = hashlib.sha256(path.read_bytes()).hexdigest()[:12]

@@ -130,7 +130,7 @@ _TEXTS = keyword_only(
     Annotated[
         list[str] | None,
         typer.Argument(
-            parser=read_name, metavar="[TEXT]...", help="The same as --data.", show_default=False
+            parser=read_name, metavar="TEXT", help="The same as --data.", show_default=False
         ),
     ],
     None,

@@ -40,7 +40,7 @@ font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 .b{fill:hsl(var(--h) var(--s) var(--l));stroke:var(--line);stroke-width:.6}
 .b.s{stroke:none}.b.v{fill:var(--void)}
 .ring{fill:none;stroke:var(--mark);stroke-width:1.6;pointer-events:none}
-text{fill:var(--ink);font-size:11px}.d{fill:var(--dim);font-size:10px}.t{font-size:8.5px}
+text{fill:var(--ink);font-size:11px}.d{fill:var(--dim);font-size:11px}.t{font-size:9.5px}
 .m{text-anchor:middle}.e{text-anchor:end}.n{font-weight:600}text{pointer-events:none}
 """.strip().replace("\n", "")
 
@@ -120,12 +120,12 @@ def _n(number: float) -> str:
 
 
 WIDTH = 356  # of each of the two pictures; a phone shows it without shrinking
-_LABEL = 66  # width of the labels on the left
-_ACROSS = 16  # most cells in a row
+_LABEL = 72  # width of the labels on the left
+_ACROSS = 16  # most cells in a row; half as many where numbers of ranks have three digits
 _PLOT = WIDTH - _LABEL - 4
 _LEAST, _MOST = 96, 400  # height of a parameter
 _LINE = 13  # height of a label
-_SMALL = 5.4  # width of a digit of class t, with room to spare
+_SMALL = 6.0  # width of a digit of class t, with room to spare
 
 
 def drawing(report: Report, parameter: ParameterReport, rank: int | None = None) -> str:
@@ -158,10 +158,10 @@ def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -
     """The mesh, with each rank in the color of the block that it holds."""
     hues = _hues(parameter.tiling)
     numbers = {block: number for number, block in enumerate(parameter.tiling.blocks)}
-    across = min(grid.shape[-1], _ACROSS)
+    across = min(grid.shape[-1], _ACROSS if grid.size <= 100 else _ACROSS // 2)
     wide = min((WIDTH - _LABEL) / across, 48)
     tall = 24 if grid.size <= 64 else 17
-    small = " t" if wide < 24 else ""
+    small, room = (" t", wide - 1) if wide < 24 else ("", math.inf)
     down = f"{grid.names[-2]} ↓, " if len(grid.names) > 1 else ""
     parts = [words(0, 10, f"{down}{grid.names[-1]} →", "d")]
     y: float = 16
@@ -184,7 +184,7 @@ def draw_mesh(grid: Grid, parameter: ParameterReport, rank: int | None = None) -
             number = None if block is None else numbers[block]
             hue = None if block is None else hues.get(block)
             parts.append(_cell(each, number, parameter, hue, path))
-            parts.append(words(x + wide / 2, y + tall / 2 + 4, str(each), f"m{small}"))
+            parts.append(words(x + wide / 2, y + tall / 2 + 4, str(each), f"m{small}", room))
             marks += ring(path) if each == rank else ""
         y += tall
     return Picture(WIDTH, y + 4, "".join(parts) + marks)

@@ -416,14 +416,14 @@ def _unbalanced(report: Report) -> Iterator[Remark]:
         if len({each.nbytes_on(rank) for rank in report.grid.ranks}) > 1
     ]
     more = most.parameters - least.parameters
-    ratio = ""
+    beside = f"and rank {least.rank} holds nothing"
     if least.parameters:
-        times = most.parameters / least.parameters
-        ratio = f", {times:.2f} times as much ({binary_size(more)} more)"
+        times, size = most.parameters / least.parameters, binary_size(least.parameters)
+        beside = f"{times:.2f} times the {size} of rank {least.rank} ({binary_size(more)} more)"
     yield _remark(
         "unbalanced",
-        f"rank {most.rank} holds {binary_size(most.parameters)} and rank {least.rank} "
-        f"{binary_size(least.parameters)}{ratio}; {_parameters(found)} sharded unevenly",
+        f"rank {most.rank} holds {binary_size(most.parameters)}, {beside}; "
+        f"{_parameters(found)} sharded unevenly",
         found,
         more,
     )

@@ -388,7 +388,7 @@ def observed_error(machine: Machine | None, settings: Settings) -> str:
     is_fitted = machine.device.name in FITTED and settings.products is not Products.FLOAT8
     if is_fitted or settings.mesh.tensor_parallel > 1:
         return ""
-    return "published trainings were 12 to 32 % slower than plans of this kind"
+    return "published trainings were 12 to 32% slower than plans of this kind"
 
 
 def machine_in_words(machine: Machine, settings: Settings) -> str:

@@ -158,7 +158,7 @@ def load_object(name: str) -> Callable[..., Any]:
             if callable(value) and getattr(value, "__module__", "") == imported.__name__
             if not each.startswith("_")
         ]
-        names = " or ".join(f"{module}:{each}" for each in own[:5]) or f"{module} with a function"
+        names = " or ".join(f"{module}:{each}" for each in own[:5]) or f"a function in {module}"
         raise ModelError(name, names) from None
     return found
 

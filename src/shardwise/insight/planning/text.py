@@ -213,10 +213,10 @@ def speeds(plan: Plan) -> Iterator[Cells]:
             (name, seconds(value), f"{value / step.seconds:.1%}" if step.seconds else "")
             for name, value in every.items()
         ]
-        yield Cells(("time of a step", "seconds", "share"), rows)
+        yield Cells(("part of a step", "time", "share"), rows)
     if plan.alternatives:
         unit = "tokens/s" if plan.settings.seq_length else "samples/s"
-        heads = ("next to it", "checkpointing", "batch", "peak", unit, "fits")
+        heads = ("alternative", "checkpointing", "batch", "peak", unit, "fits")
         others = [
             (
                 f"{each.strategy} {each.mesh}",
@@ -262,7 +262,7 @@ def _modules(rank: RankBytes) -> Iterator[tuple[str, str, str]]:
 def notes(plan: Plan) -> Iterator[str]:
     """What the figures do not say of themselves."""
     if plan.alternatives:
-        yield "The figures of what is next to it are estimates."
+        yield "The figures of the alternatives are estimates."
     if plan.formulas:
         for module, why in plan.formulas.items():
             name = module or "the model"

@@ -94,7 +94,7 @@ class TrainingJob:
             return
         if output.existing is Existing.REFUSE:
             out = free_folder(output.out)
-            why = f"{output.out} has a run; --resume --out {output.out} goes on with it"
+            why = f"{output.out} has a run; --resume --out {output.out} continues it"
         else:
             out = newest_folder(output.out)
             why = f"the newest run beside {output.out}"

@@ -191,7 +191,7 @@ class Inputs:
         same = [data.get(key) == now["data"].get(key) for key in ("fingerprint", "tokenizer")]
         if not all(same):
             option, found, called = self.of_data(data)
-            raise OptionError(option, found, f"{called}, as the run began that --resume goes on")
+            raise OptionError(option, found, f"{called}, as in the run to resume")
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return what is asked for in another way than a run began, by the names of options.

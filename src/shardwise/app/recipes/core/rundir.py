@@ -265,9 +265,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping
     old, new = flatten(before), flatten(now)
     for name, option in names.items():
         if old.get(name) != new.get(name):
-            raise OptionError(
-                option, new.get(name), f"{old.get(name)}, as the run began that --resume goes on"
-            )
+            raise OptionError(option, new.get(name), f"{old.get(name)}, as in the run to resume")
 
 
 def check_same_model(

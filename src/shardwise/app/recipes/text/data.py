@@ -257,6 +257,9 @@ def _stdlib_files() -> list[Path]:
 def _expand(text: str, option: str) -> list[Path]:
     path = Path(text)
     if path.is_dir():
+        if (path / "run.json").is_file():
+            expected = "text; --out names the run that --resume continues"
+            raise OptionError(option, f"{text}, the folder of a run", expected)
         files = sorted(_walk(path, option))
         if not any(file.stat().st_size for file in files):
             raise OptionError(option, f"no text in folder {text}", "files with text in it")

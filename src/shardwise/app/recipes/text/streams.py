@@ -243,9 +243,7 @@ class StreamBatches:
         if not isinstance(streams, int) or streams < 1:
             raise CheckpointError(f"{where}: found {streams!r} as extra.data.streams")
         if self.asked not in (None, streams):
-            raise OptionError(
-                "--streams", self.asked, f"{streams}, as the run began that --resume goes on"
-            )
+            raise OptionError("--streams", self.asked, f"{streams}, as in the run to resume")
         self.streams = streams
         commit = state.get("commit")
         if isinstance(commit, str):
