@@ -169,7 +169,7 @@ def test_what_is_not_broken_is_no_find() -> None:
     assert not [each for each in others if each.finds], "freed memory is not written to"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_what_the_docs_tell_is_no_find(world: int) -> None:
     programs = [dataclasses.replace(each, world=world) for each in _TOLD]
     with Pool(world, collective_seconds=WAIT) as pool:

@@ -6,17 +6,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import psutil
+import pytest
 
 from benchmarks._hosts import Host
 from tests.hosts.network import left_on, start
 from tests.programs import Program
 
+#: What trains in a folder, under a name; by name.
+Jobs = Mapping[str, Callable[[Path, str], "Ended"]]
 WAIT = 200.0  # seconds that anything may take on a busy machine
 
 
@@ -151,6 +155,27 @@ class Job:
 
     def _file(self, rank: int, suffix: str) -> Path:
         return self._folder / f"{self._name}-{rank}.{suffix}"
+
+
+def started(
+    request: pytest.FixtureRequest, pool: Executor, jobs: Jobs, long: Collection[str], folder: Path
+) -> dict[str, Future[Ended]]:
+    """Start the jobs that the tests of a file look at that were collected.
+
+    Args:
+        request: of a fixture of the file.
+        pool: where they run.
+        jobs: by name.
+        long: names of those that tests marked ``long`` look at, and no others.
+        folder: where they run.
+    """
+    collected = {
+        item.get_closest_marker("long") is not None
+        for item in request.session.items
+        if item.path == request.path
+    }
+    chosen = {name: job for name, job in jobs.items() if (name in long) in collected}
+    return {name: pool.submit(job, folder, name) for name, job in chosen.items()}
 
 
 #: Disturbs a host; returns what undoes it as far as that can be.

@@ -286,7 +286,13 @@ def test_ranks_stay_when_a_host_joins_and_when_it_leaves(hosts: Pair, tmp_path: 
     job.assert_goes_on_at(*(session["from_step"] for session in job.sessions[1:]))
 
 
-@pytest.mark.parametrize("moment", ["joins", "continuing", "2 hosts; rank"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "continuing",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("joins", "2 hosts; rank")),
+    ],
+)
 def test_what_ranks_hold_in_memory_is_saved_when_a_signal_stops_them_meanwhile(
     hosts: Pair, tmp_path: Path, moment: str
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks._hosts import switched_hosts, two_hosts
 from tests.harness import run_ranks
-from tests.hosts.jobs import WAIT, Ended, Job, kill_host_0
+from tests.hosts.jobs import WAIT, Ended, Job, kill_host_0, started
 from tests.hosts.network import needs_hosts, start
 from tests.hosts.test_trainings import (
     EVERY,
@@ -148,14 +148,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder: Path) -> Iterator[Jobs]:
-    """All jobs, running."""
+def jobs(request: pytest.FixtureRequest, folder: Path) -> Iterator[Jobs]:
+    """The jobs, running."""
+    every = {"zero": without_host_0, "replaced": replaced, "flooded": flooded}
     with ThreadPoolExecutor() as pool:
-        yield {
-            "zero": pool.submit(without_host_0, folder, "zero"),
-            "replaced": pool.submit(replaced, folder, "replaced"),
-            "flooded": pool.submit(flooded, folder, "flooded"),
-        }
+        yield started(request, pool, every, {"zero"}, folder)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +165,7 @@ def undisturbed(folder: Path, jobs: Jobs) -> Losses:
     return losses(one)
 
 
+@pytest.mark.long
 def test_a_killed_host_0_is_named_and_the_others_train_on(
     jobs: Jobs, folder: Path, undisturbed: Losses
 ) -> None:

@@ -2,6 +2,8 @@
 
 Starting means importing torch, which takes processors; noticing that a host is silent takes only
 time. So all jobs run at once, each over two hosts of its own, and the tests look at their results.
+What hosts tell each other is tested without torch in ``test_launch.py`` and
+``test_losing_host_0.py``; trainings with more of these faults are in the long run.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tests.hosts.jobs import (
     kill_host,
     kill_rank,
     pause_host,
+    started,
 )
 from tests.hosts.network import needs_hosts
 from tests.recipes.corpora import texts, write_jsonl
@@ -83,16 +87,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder: Path) -> Iterator[Jobs]:
-    """All jobs, running."""
+def jobs(request: pytest.FixtureRequest, folder: Path) -> Iterator[Jobs]:
+    """The jobs, running."""
+    every = {
+        "paused": partial(disturbed, fault=pause_host, nproc=1),
+        "rank": partial(disturbed, fault=kill_rank, nproc=1),
+        "host": partial(disturbed, fault=kill_host, nproc=2),
+        "torchrun": under_torchrun,
+        "digits": on_digits,
+    }
     with ThreadPoolExecutor() as pool:
-        yield {
-            "paused": pool.submit(disturbed, folder, "paused", pause_host, 1),
-            "rank": pool.submit(disturbed, folder, "rank", kill_rank, 1),
-            "host": pool.submit(disturbed, folder, "host", kill_host, 2),
-            "torchrun": pool.submit(under_torchrun, folder, "torchrun"),
-            "digits": pool.submit(on_digits, folder, "digits"),
-        }
+        yield started(request, pool, every, {"paused", "rank", "digits"}, folder)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,7 @@ def assert_went_on(folder: Path, name: str, ended: Ended, world_size: int, hosts
     assert ended.left == []
 
 
+@pytest.mark.long
 def test_a_paused_host_is_named_and_harms_nothing_when_it_wakes(
     jobs: Jobs, folder: Path, undisturbed: Losses
 ) -> None:
@@ -139,6 +145,7 @@ def test_a_paused_host_is_named_and_harms_nothing_when_it_wakes(
     assert_same_losses(folder, "paused", undisturbed)
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named_and_all_hosts_begin_again(
     jobs: Jobs, folder: Path, undisturbed: Losses
 ) -> None:
@@ -174,6 +181,7 @@ def test_torchrun_over_hosts_trains_the_same(jobs: Jobs, folder: Path, undisturb
     assert ended.left == []
 
 
+@pytest.mark.long
 def test_pictures_over_hosts_are_learned_as_on_one(jobs: Jobs, folder: Path) -> None:
     here = small_mnist(folder, "here", weight_decay=0.01, clip_grad=0.0)
     run_ranks(train, 2, here, timeout=WAIT)

@@ -406,13 +406,13 @@ def _from_torchs(folder: Path, cut: int | None) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_go_on_on_any_mesh_as_one_process_does(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_go_on_on_any_mesh_as_one_process_does(threads: Ranks, tmp_path: Path) -> None:
     _, params, optimizer = _made(None)
     train(params, optimizer, range(3))
     wanted = everything(params, optimizer)
-    for found in ranks(_save, 3, tmp_path):
+    for found in threads(_save, 3, tmp_path):
         assert_same(found, wanted)
-    for both in ranks(_load, 2, tmp_path, 1):
+    for both in threads(_load, 2, tmp_path, 1):
         for found in both:
             assert_same(found, wanted)
     assert_same(_from_ours(tmp_path, None), wanted)

@@ -10,10 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
 from tests.sharding.nets import Net, batches, run_backward, seeded, sharded_net, step_all
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 
-@on_processes(2)
+@on_threads(2)
 def test_averages_are_sharded_and_are_those_of_the_whole_model(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

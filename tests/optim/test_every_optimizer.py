@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardwise import checkpoint
 from shardwise.optim import Adafactor, Lion, Muon
-from tests.harness import run_ranks
 from tests.optim.nets import ACCUMULATIONS, Mesh, Net, Set, set_gradients, train_on_microbatches
 from tests.optim.references import (
     HIDDEN,
@@ -30,6 +29,7 @@ from tests.optim.references import (
     make_adafactor,
     make_lion,
 )
+from tests.threads import run_threads
 from tests.worlds import Ranks, on_threads
 
 STEPS = 2
@@ -189,8 +189,8 @@ def _loads(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_training_goes_on_from_a_checkpoint_on_another_mesh(tmp_path: Path) -> None:
-    run_ranks(_saves, 3, tmp_path)
-    run_ranks(_loads, 4, tmp_path)
+    run_threads(_saves, 3, tmp_path)
+    run_threads(_loads, 4, tmp_path)
 
 
 @pytest.mark.parametrize(

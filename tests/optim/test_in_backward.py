@@ -496,9 +496,9 @@ def _loaded(rank: int, world_size: int, folder: Path) -> None:
     torch.testing.assert_close(values(net), values(expected))
 
 
-def test_a_checkpoint_goes_on_over_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_saved, 2, tmp_path)
-    ranks(_loaded, 3, tmp_path)
+def test_a_checkpoint_goes_on_over_another_number_of_ranks(threads: Ranks, tmp_path: Path) -> None:
+    threads(_saved, 2, tmp_path)
+    threads(_loaded, 3, tmp_path)
 
 
 @on_threads(2)

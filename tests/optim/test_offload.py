@@ -1097,12 +1097,12 @@ MOVES = [
 
 
 def test_checkpoints_move_between_disk_and_memory_and_between_meshes(
-    ranks: Ranks, tmp_path: Path
+    threads: Ranks, tmp_path: Path
 ) -> None:
-    ranks(_save, 2, tmp_path)
+    threads(_save, 2, tmp_path)
     in_memory = [(saved, f"{saved.rpartition(':')[0]}:memory") for saved, _ in MOVES]
-    [expected] = ranks(_load, 1, tmp_path, in_memory)
-    for found in ranks(_load, 3, tmp_path, MOVES):
+    [expected] = threads(_load, 1, tmp_path, in_memory)
+    for found in threads(_load, 3, tmp_path, MOVES):
         for move, mine, theirs in zip(MOVES, found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, msg=lambda text, m=move: f"{m}: {text}")
 

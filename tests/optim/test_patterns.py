@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise import FullyShardedDataParallel, checkpoint, checkpoint_module, fully_shard
 from shardwise.optim import Adafactor, Muon, in_backward, muon_groups, param_groups
-from tests.harness import run_ranks
+from tests.threads import run_threads
 from tests.worlds import on_threads
 
 
@@ -192,7 +192,7 @@ def _train(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_groups_train_with_schedules_in_backward_and_from_checkpoints(tmp_path: Path) -> None:
-    run_ranks(_train, 2, tmp_path / "saved")
+    run_threads(_train, 2, tmp_path / "saved")
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from tests.corpus.oracle import (
     train_in_parts,
     train_sharded,
 )
+from tests.threads import run_threads
 from tests.worlds import Ranks
 
 Whole = dict[str, Tensor]
@@ -92,10 +93,8 @@ def _copy_both_ways(rank: int, world_size: int, case: Case) -> list[Any]:
         pytest.param("mlp", "hybrid", 4, marks=pytest.mark.long),
     ],
 )
-def test_state_dict_loads_and_trains_on(
-    ranks: Ranks, model: str, strategy: str, world_size: int
-) -> None:
-    for copied, assigned in ranks(_copy_both_ways, world_size, Case(model, strategy)):
+def test_state_dict_loads_and_trains_on(model: str, strategy: str, world_size: int) -> None:
+    for copied, assigned in run_threads(_copy_both_ways, world_size, Case(model, strategy)):
         for names, loaded, original, source, target in (copied, assigned):
             assert names == list(make_model(model).state_dict())
             _assert_equal(loaded, original)
@@ -230,15 +229,14 @@ def _joined(by_rank: Sequence[dict[str, Trained]]) -> dict[str, Trained]:
     [*MOVES, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_MOVES)],
 )
 def test_a_checkpoint_loads_on_another_mesh_and_becomes_a_plain_file(
-    ranks: Ranks,
     tmp_path: Path,
     saved_by: int,
     strategy: str,
     loaded_by: int,
     other_strategy: str,
 ) -> None:
-    by_model = _joined(ranks(_train_and_save, saved_by, strategy, tmp_path))
-    loaded = _joined(ranks(_load_and_train, loaded_by, other_strategy, tmp_path))
+    by_model = _joined(run_threads(_train_and_save, saved_by, strategy, tmp_path))
+    loaded = _joined(run_threads(_load_and_train, loaded_by, other_strategy, tmp_path))
     for model, before in by_model.items():
         after = loaded[model]
         _assert_equal(after.parameters, before.parameters)

@@ -16,7 +16,7 @@ from shardwise import checkpoint, fully_shard
 from tests.corpus.gathering import optimizer_state, whole_parameters
 from tests.corpus.models import MODELS, make_model
 from tests.corpus.oracle import STRATEGIES, make_optimizer
-from tests.worlds import Ranks
+from tests.threads import run_threads
 
 Whole = dict[str, Tensor]
 
@@ -85,10 +85,10 @@ def _load(rank: int, world_size: int, kind: str, folder: Path) -> list[Any]:
     [("torch", 2, "ours", 3), ("ours", 3, "torch", 2)],
 )
 def test_one_loads_what_the_other_saved(
-    ranks: Ranks, tmp_path: Path, saved_by: str, ranks_then: int, loaded_by: str, ranks_now: int
+    tmp_path: Path, saved_by: str, ranks_then: int, loaded_by: str, ranks_now: int
 ) -> None:
-    expected = ranks(_save, ranks_then, saved_by, tmp_path)[0]
-    for by_rank in ranks(_load, ranks_now, loaded_by, tmp_path):
+    expected = run_threads(_save, ranks_then, saved_by, tmp_path)[0]
+    for by_rank in run_threads(_load, ranks_now, loaded_by, tmp_path):
         for name, before, loads in zip(NAMES, expected, by_rank, strict=True):
             for way, after in zip(("dcp", "ours"), loads, strict=True):
                 _assert_same(before, after, f"{name} by {way}")

@@ -113,7 +113,9 @@ def _equals_torchs(rank: int, world_size: int, model: type[Net]) -> None:
 
 
 @pytest.mark.parametrize("model", [Net, TiedNet])
-@pytest.mark.parametrize("transport", ["shm", "c10d", "collectives"])
+@pytest.mark.parametrize(
+    "transport", ["shm", "c10d", pytest.param("collectives", marks=pytest.mark.long)]
+)
 def test_values_of_rank_0_reach_ranks_that_have_none_as_in_torch(
     ranks: Ranks, transport: str, model: type[Net]
 ) -> None:

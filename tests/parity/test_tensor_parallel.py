@@ -21,7 +21,7 @@ from tests.sharding.tensor_parallel import (
     tensor_parallel,
     tokens_of,
 )
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 Training = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -135,7 +135,7 @@ def _check_state_dicts(
     _assert_same_state(other, whole)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_checkpoints_move_between_sizes_and_the_wrapper_saves_and_lends(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

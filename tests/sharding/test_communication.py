@@ -30,7 +30,7 @@ from tests.sharding.nets import (
     sharded_net,
     train_alike,
 )
-from tests.worlds import Ranks, on_processes, on_threads
+from tests.worlds import Ranks, on_threads
 
 # -- a hook on gradients ------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ def test_custom_collectives_carry_every_byte_of_their_group(
     threads(_train_custom, 2, make, returns_work)
 
 
-@on_processes(4)
+@on_threads(4)
 def test_custom_collectives_of_any_mesh(rank: int, world_size: int) -> None:
     mesh = hybrid_mesh(world_size)
     _train_custom(rank, world_size, Net, True, mesh=mesh)

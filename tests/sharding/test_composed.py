@@ -31,7 +31,7 @@ from tests.sharding.tensor_parallel import (
     tensor_parallel,
     tokens_of,
 )
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 WIDTH = 6
 
@@ -245,7 +245,7 @@ def _variants() -> None:
             assert torch.allclose(found, twin.grad, atol=1e-6), f"{name}: {key}: {found}"
 
 
-@on_processes(4)
+@on_threads(4)
 def test_as_on_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
     _context_parallel()
     _experts(tmp_path)

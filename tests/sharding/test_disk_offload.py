@@ -46,7 +46,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
-from tests.worlds import Ranks, on_processes, on_threads
+from tests.worlds import Ranks, on_threads
 
 
 def _keep_everything() -> None:
@@ -246,7 +246,7 @@ def test_a_copy_is_on_the_disk_apart(rank: int, world_size: int, tmp_path: Path)
         assert torch.equal(own_part(param), value), "a copy has memory of its own"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_checkpoints_move_between_disk_and_memory(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

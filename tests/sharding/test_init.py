@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
-from tests.worlds import Ranks, on_processes, on_threads
+from tests.worlds import Ranks, on_threads
 
 
 class Tied(nn.Module):
@@ -162,7 +162,7 @@ def _from_outside(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_processes()
+@on_threads()
 def test_an_outer_module_may_initialize_an_inner_one(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     reference = nn.Sequential(Outer(), Outer())

@@ -571,14 +571,14 @@ def _small(routes: Sequence[Route]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("routes", [((0,), (1,)), ((0, 1), (1, 0)), (None, (2, 2))], ids=str)
 def test_every_order_of_turns_gives_the_same_bits(routes: Sequence[Route]) -> None:
     ranks = shardwise.simulate(_small, 2, routes)
-    for seed in range(8):
+    for seed in range(4):
         again = shardwise.simulate(_small, 2, routes, schedule=schedules.Random(seed))
         for one, other in zip(ranks, again, strict=True):
             assert all(map(torch.equal, one.value, other.value))
 
 
 def test_every_order_of_a_small_program_ends() -> None:
-    found = shardwise.simulate(_small, 2, ((0,), None), schedule=schedules.Exhaustive(60))
+    found = shardwise.simulate(_small, 2, ((0,), None), schedule=schedules.Exhaustive(30))
     assert len(found) == 2
 
 

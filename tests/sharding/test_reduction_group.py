@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise import PeerLostError, RanksDivergedError, checkpoint, fully_shard
 from tests.corpus.gathering import wholes
+from tests.corpus.instruments import run
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -63,19 +64,19 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "way", "world_size"),
+    ("instrument", "way", "world_size"),
     [
         ("c10d", "plain", 2),
         ("shm", "plain", 2),
         ("shm", "in flight", 4),
         ("collectives", "in flight", 2),
-        ("c10d", "custom", 2),
-        ("c10d", "hybrid", 4),
-        ("c10d", "fewer ranks", 4),
+        ("threads", "custom", 2),
+        ("threads", "hybrid", 4),
+        ("threads", "fewer ranks", 4),
     ],
 )
-def test_training(ranks: Ranks, transport: str, way: str, world_size: int, tmp_path: Path) -> None:
-    ranks(_train, world_size, way, tmp_path, env={"SHARDWISE_TRANSPORT": transport})
+def test_training(instrument: str, way: str, world_size: int, tmp_path: Path) -> None:
+    run(instrument, _train, world_size, way, tmp_path)
 
 
 def _order(rank: int, world_size: int) -> list[tuple[str, bool]]:

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise import fully_shard, materialize
 from shardwise.frontends.meta import is_marked, mark
 from tests.harness import RanksFailedError, run_ranks
+from tests.threads import run_threads
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -88,7 +89,7 @@ def _is_named(rank: int, world_size: int) -> list[str]:
 
 def test_what_is_left_is_named_on_every_rank_until_it_is_loaded() -> None:
     named = ["inner.weight, inner.bias, scale", "scale", "", ""]
-    assert run_ranks(_is_named, 2) == [named, named]
+    assert run_threads(_is_named, 2) == [named, named]
 
 
 def test_a_model_that_is_not_sharded_is_checked_too() -> None:

@@ -94,7 +94,7 @@ def _each(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Steps]:
 def test_nothing_races_or_waits_and_memory_stays_the_same(
     ranks: Callable[..., list[Any]], names: Sequence[str]
 ) -> None:
-    [played] = ranks(_each, 1, names, backend=None)
+    [played] = ranks(_each, 1, names, backend=None, timeout=290)
     for name, steps in played.items():
         assert not steps.races, "\n".join([name, *steps.races])
         period = PERIODS.get(name, 1)

@@ -145,7 +145,7 @@ def test_nothing_costs_less_than_nothing() -> None:
     assert found["a"] == pytest.approx(0.9, rel=0.1)
 
 
-@pytest.mark.parametrize("transport", ["auto", "c10d"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("c10d", marks=pytest.mark.long)])
 def test_a_rehearsal_has_the_work_of_a_small_training(transport: str) -> None:
     training = SmallTraining(64, 16, transport=transport)
     parts = work_of_parts(rehearse(training.blueprint(), training.settings(2)))

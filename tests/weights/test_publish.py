@@ -77,8 +77,14 @@ def _on_ranks(rank: int, world_size: int, names: str, to: str | None, seed: int)
     _publish_while_it_changes(model, to, draw.choice([None, torch.bfloat16]))
 
 
-@pytest.mark.parametrize("to", [None, "folder"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "to"),
+    [
+        pytest.param(seed, to, marks=[pytest.mark.long] * ((seed + at) % 2))
+        for seed in range(6)
+        for at, to in enumerate([None, "folder"])
+    ],
+)
 def test_readers_get_full_tensors_from_any_mesh(tmp_path: Path, to: str | None, seed: int) -> None:
     folder = None if to is None else str(tmp_path / to)
     run_ranks(_on_ranks, 2 + seed % 3, str(tmp_path / "names"), folder, seed)

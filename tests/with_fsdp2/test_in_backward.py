@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.base.errors import StepInterruptedError
 from shardwise.optim import in_backward
-from tests.harness import run_ranks
+from tests.threads import run_threads
 from tests.with_fsdp2.models import WAYS, Way, batch, shard
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
@@ -53,12 +53,12 @@ def _trained(rank: int, world_size: int, way: Way, tell: str, make: Any) -> None
 @pytest.mark.parametrize("tell", ["set_is_last_backward", "set_requires_gradient_sync"])
 def test_a_step_has_the_bits_of_one_after_backward(way: Way, tell: str) -> None:
     ranks = 2 if len(way.shape) == 1 else 4
-    run_ranks(_trained, ranks, way, tell, ADAMW)
+    run_threads(_trained, ranks, way, tell, ADAMW)
 
 
 def test_so_it_has_with_our_optimizers() -> None:
     make = functools.partial(shardwise.optim.AdamW8bit, lr=0.01)
-    run_ranks(_trained, 2, Way(), "set_requires_gradient_sync", make)
+    run_threads(_trained, 2, Way(), "set_requires_gradient_sync", make)
 
 
 def _dropped(rank: int, world_size: int) -> None:
@@ -82,7 +82,7 @@ def _dropped(rank: int, world_size: int) -> None:
 
 
 def test_gradients_are_dropped_group_by_group() -> None:
-    run_ranks(_dropped, 2)
+    run_threads(_dropped, 2)
 
 
 def _clipped(rank: int, world_size: int) -> None:
@@ -111,7 +111,7 @@ def _clipped(rank: int, world_size: int) -> None:
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_step_before() -> None:
-    run_ranks(_clipped, 2)
+    run_threads(_clipped, 2)
 
 
 def _stale(rank: int, world_size: int, retains: bool) -> None:
@@ -129,7 +129,7 @@ def _stale(rank: int, world_size: int, retains: bool) -> None:
 
 @pytest.mark.parametrize("retains", [False, True])
 def test_a_backward_of_a_forward_from_before_the_step_is_refused(retains: bool) -> None:
-    run_ranks(_stale, 2, retains)
+    run_threads(_stale, 2, retains)
 
 
 def _odd(rank: int, world_size: int) -> None:
@@ -161,7 +161,7 @@ def _odd(rank: int, world_size: int) -> None:
 
 
 def test_modules_that_run_twice_are_frozen_or_recomputed() -> None:
-    run_ranks(_odd, 2)
+    run_threads(_odd, 2)
 
 
 def _interrupted(rank: int, world_size: int) -> None:
@@ -183,7 +183,7 @@ def _interrupted(rank: int, world_size: int) -> None:
 
 
 def test_an_exception_leaves_no_half_step_unnoticed() -> None:
-    run_ranks(_interrupted, 2)
+    run_threads(_interrupted, 2)
 
 
 class _Again(torch.nn.Module):
@@ -263,4 +263,4 @@ def _again(rank: int, world_size: int) -> None:
 
 def test_modules_run_twice_while_gradients_accumulate() -> None:
     """Torch reduces what earlier backwards have left before all uses have added to it."""
-    run_ranks(_again, 2)
+    run_threads(_again, 2)

@@ -14,13 +14,14 @@ import shardwise
 from shardwise import checkpoint
 from shardwise.base.observe import Activity
 from tests.harness import run_ranks
+from tests.threads import run_threads
 from tests.with_fsdp2.models import BLOCKS, WAYS, Way, batch, full, shard, train
 
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def _run(fn: Any, way: Way, *args: Any) -> list[Any]:
-    return run_ranks(fn, 2 if len(way.shape) == 1 else 4, way, *args)
+    return run_threads(fn, 2 if len(way.shape) == 1 else 4, way, *args)
 
 
 # -- who holds what --------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def _saved(rank: int, world_size: int, way: Way, folder: Path) -> None:
 
 @each_way
 def test_checkpoints_go_into_either_runtime(way: Way, tmp_path: Path) -> None:
-    _run(_saved, way, tmp_path)
+    run_ranks(_saved, 2 if len(way.shape) == 1 else 4, way, tmp_path)
 
 
 def _loaded_elsewhere(rank: int, world_size: int, folder: Path, way: Way, expected: Any) -> None:

@@ -107,7 +107,7 @@ def test_what_would_go_wrong_later_is_refused(tmp_path: Path) -> None:
     assert "found no checkpoint" in error
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", ["ours", pytest.param("torch's", marks=pytest.mark.long)])
 def test_resumes_from_the_checkpoint_that_was_asked_for(runtime: str, tmp_path: Path) -> None:
     """``output_dir`` has one of the same step, of another run."""
     save_llama(tmp_path / "model", vocab_size=64)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups, offload
-from tests.harness import run_ranks
+from tests.threads import run_threads
 from tests.with_fsdp2.models import WAYS, Way, full, shard, train
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -34,10 +34,20 @@ def _optimized(rank: int, world_size: int, way: Way, name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-3, msg=key)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def _pairs() -> list[Any]:
+    """Two ways for each optimizer, and two optimizers for each way; the others are long."""
+    return [
+        pytest.param(
+            way, name, id=f"{name}-{of}", marks=[pytest.mark.long] * ((i - j) % len(WAYS) > 1)
+        )
+        for i, name in enumerate(OPTIMIZERS)
+        for j, (of, way) in enumerate(WAYS.items())
+    ]
+
+
+@pytest.mark.parametrize(("way", "name"), _pairs())
 def test_optimizers_train_as_on_our_runtime(way: Way, name: str) -> None:
-    run_ranks(_optimized, 2 if len(way.shape) == 1 else 4, way, name)
+    run_threads(_optimized, 2 if len(way.shape) == 1 else 4, way, name)
 
 
 # -- models of transformers ------------------------------------------------------------------------
@@ -76,7 +86,7 @@ def test_models_of_transformers_load_into_torchs_shards(
     torch.manual_seed(0)
     config = LlamaConfig(**CONFIG, tie_word_embeddings=tied)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
-    run_ranks(_loaded, 2, tmp_path, tied, dtype)
+    run_threads(_loaded, 2, tmp_path, tied, dtype)
 
 
 # -- what readers in other processes get -----------------------------------------------------------
@@ -99,4 +109,4 @@ def _published(rank: int, world_size: int, way: Way, name: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_weights_are_published(way: Way, tmp_path: Path) -> None:
-    run_ranks(_published, 2 if len(way.shape) == 1 else 4, way, f"with-fsdp2-{tmp_path.name}")
+    run_threads(_published, 2 if len(way.shape) == 1 else 4, way, f"with-fsdp2-{tmp_path.name}")

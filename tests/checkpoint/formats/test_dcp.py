@@ -77,12 +77,12 @@ def _we_load(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_checkpoint_of_torchs_fsdp2_trains_on_under_ours(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_torch_saves, 2, tmp_path)
+def test_a_checkpoint_of_torchs_fsdp2_trains_on_under_ours(threads: Ranks, tmp_path: Path) -> None:
+    threads(_torch_saves, 2, tmp_path)
     for name in NAMES:
         convert(tmp_path / name, tmp_path / f"{name}-ours", Format.SHARDWISE, buffer=LEAST_BUFFER)
 
-    for found in ranks(_we_load, 3, tmp_path):
+    for found in threads(_we_load, 3, tmp_path):
         for name in NAMES:
             assert found[name] == ([], 0.25, {"step": 5}), name
 
@@ -118,12 +118,12 @@ def _torch_loads(rank: int, world_size: int, folder: Path) -> dict[str, list[str
     return found
 
 
-def test_a_checkpoint_of_ours_trains_on_under_torchs_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_we_save, 3, tmp_path)
+def test_a_checkpoint_of_ours_trains_on_under_torchs_fsdp2(threads: Ranks, tmp_path: Path) -> None:
+    threads(_we_save, 3, tmp_path)
     for name in NAMES:
         convert(tmp_path / f"{name}-ours", tmp_path / name, Format.DCP, buffer=LEAST_BUFFER)
 
-    for found in ranks(_torch_loads, 2, tmp_path):
+    for found in threads(_torch_loads, 2, tmp_path):
         assert found == {name: [] for name in NAMES}
 
 
@@ -158,8 +158,8 @@ def _odd(rank: int, world_size: int, folder: Path) -> None:
     dcp.save({"app": {"model": pieces, "optim": {"state": whole}}}, checkpoint_id=folder / "app")
 
 
-def test_chunks_of_any_cut_and_stride_are_read(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_odd, 4, tmp_path)
+def test_chunks_of_any_cut_and_stride_are_read(threads: Ranks, tmp_path: Path) -> None:
+    threads(_odd, 4, tmp_path)
     whole = torch.arange(7.0 * 6 * 2).view(7, 6, 2)
     expected = {
         "grid": whole,

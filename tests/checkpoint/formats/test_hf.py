@@ -43,7 +43,7 @@ def _save(rank: int, world_size: int, setups: dict[str, Setup], folder: Path) ->
         checkpoint.save(folder / f"{name}-ours", model, optimizer)
 
 
-def test_transformers_loads_what_a_sharded_model_saved(ranks: Ranks, tmp_path: Path) -> None:
+def test_transformers_loads_what_a_sharded_model_saved(threads: Ranks, tmp_path: Path) -> None:
     setups = {
         "rows": Setup(LLAMA, (4,)),
         "columns": Setup(LLAMA, (4,), last_dim=True),
@@ -51,7 +51,7 @@ def test_transformers_loads_what_a_sharded_model_saved(ranks: Ranks, tmp_path: P
         "replicated": Setup(LLAMA, (4, 1)),
     }
 
-    ranks(_save, 4, setups, tmp_path)
+    threads(_save, 4, setups, tmp_path)
 
     for name in setups:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
@@ -102,9 +102,9 @@ def _save_twice(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_a_folder_that_is_there_is_left_alone_and_every_rank_is_told(
-    ranks: Ranks, tmp_path: Path
+    threads: Ranks, tmp_path: Path
 ) -> None:
-    ranks(_save_twice, 2, tmp_path / "model")
+    threads(_save_twice, 2, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -122,7 +122,7 @@ def _load(rank: int, world_size: int, setups: list[Setup], folder: Path) -> list
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_transformers_saved_loads_straight_into_shards(
-    ranks: Ranks, tmp_path: Path, world_size: int
+    threads: Ranks, tmp_path: Path, world_size: int
 ) -> None:
     model = make_model(LLAMA)
     assert isinstance(model, PreTrainedModel)
@@ -136,7 +136,7 @@ def test_what_transformers_saved_loads_straight_into_shards(
         Setup(LLAMA, None),
     ]
 
-    for damage in ranks(_load, world_size, setups, tmp_path):
+    for damage in threads(_load, world_size, setups, tmp_path):
         assert damage == [[]] * len(setups)
 
 
@@ -173,7 +173,7 @@ def _load_others(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_weights_are_converted_and_those_of_another_model_refused(
-    ranks: Ranks, tmp_path: Path
+    threads: Ranks, tmp_path: Path
 ) -> None:
     model = make_model("mlp")
     fill(model, torch.optim.SGD(model.parameters()))
@@ -186,7 +186,7 @@ def test_weights_are_converted_and_those_of_another_model_refused(
     shape = {**state, "layers.0.weight": torch.ones(5, 6)}
     save_file(shape, tmp_path / "shape.safetensors")
 
-    ranks(_load_others, 2, tmp_path)
+    threads(_load_others, 2, tmp_path)
 
 
 def test_links_are_followed_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:

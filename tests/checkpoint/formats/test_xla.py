@@ -28,7 +28,8 @@ from shardwise.checkpoint.ranks.xla import (
 from tests.checkpoint.meshes import Setup, build, expected, fill, filled, wrong
 from tests.checkpoint.small import Runs
 from tests.corpus.models import make_model
-from tests.worlds import Ranks, on_processes
+from tests.threads import run_threads
+from tests.worlds import Ranks, on_threads
 
 NAMES = ("mlp", "frozen", "scalars", "llama-tied")
 
@@ -64,9 +65,9 @@ def _save(
     ],
 )
 def test_full_state_dicts_come_of_the_files_of_all_ranks(
-    ranks: Ranks, tmp_path: Path, shape: tuple[int, ...], names: tuple[str, ...]
+    threads: Ranks, tmp_path: Path, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    ranks(_save, torch.Size(shape).numel(), shape, names, tmp_path)
+    threads(_save, torch.Size(shape).numel(), shape, names, tmp_path)
 
     for name in names:
         for kind in ("", "-columns", "-by-hand", "-columns-by-hand"):
@@ -110,8 +111,8 @@ def _save_tensor_parallel(rank: int, world_size: int, folder: Path) -> dict[str,
     return whole
 
 
-def test_rows_come_back_in_order_under_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks(_save_tensor_parallel, 4, tmp_path)[0]
+def test_rows_come_back_in_order_under_tensor_parallelism(threads: Ranks, tmp_path: Path) -> None:
+    whole = threads(_save_tensor_parallel, 4, tmp_path)[0]
 
     model, _ = consolidate_sharded_model_checkpoints(f"{tmp_path}/tp")
 
@@ -119,7 +120,7 @@ def test_rows_come_back_in_order_under_tensor_parallelism(ranks: Ranks, tmp_path
         assert torch.equal(model[name], value), name
 
 
-@on_processes(2)
+@on_threads(2)
 def test_the_same_ranks_go_on_from_their_own_files(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -155,11 +156,10 @@ def _save_mlp(rank: int, world_size: int, prefix: str) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files ``mlp`` of three ranks, and ``two`` of two."""
-    from tests.harness import run_ranks
 
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(_save_mlp, 3, f"{folder}/mlp")
-    run_ranks(_save_mlp, 2, f"{folder}/two")
+    run_threads(_save_mlp, 3, f"{folder}/mlp")
+    run_threads(_save_mlp, 2, f"{folder}/two")
     return folder
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import FullyShardedDataParallel, checkpoint, fully_shard, relayout
 from shardwise.checkpoint import CheckpointError, load_weights, save_hf
 from shardwise.checkpoint.formats import source as sources
-from tests.worlds import on_processes, on_threads
+from tests.worlds import on_threads
 
 
 class Fused(nn.Module):
@@ -167,7 +167,7 @@ def test_values_arrive_whatever_modules_make_of_them(
         assert not any("Arrival" in str(hook) for hook in each._load_state_dict_pre_hooks.values())
 
 
-@on_processes(2)
+@on_threads(2)
 def test_what_is_saved_is_loaded_again(rank: int, world_size: int, tmp_path: Path) -> None:
     expected, model = Model(1), _sharded(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -411,7 +411,7 @@ def test_what_a_hook_of_the_root_writes_into_values_arrives(
         assert torch.equal(value, state[name] * 2), name
 
 
-@on_processes(2)
+@on_threads(2)
 def test_every_way_into_a_model_goes_by_its_hooks(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

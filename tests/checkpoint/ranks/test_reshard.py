@@ -25,8 +25,7 @@ from tests.checkpoint.meshes import (
     wrong,
 )
 from tests.corpus.models import EvenBlock
-from tests.harness import run_ranks
-from tests.worlds import Ranks
+from tests.threads import run_threads
 
 Saved = dict[str, Setup]
 
@@ -67,15 +66,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     everything: Saved = {}
     for world_size in WORLDS:
         mine = {f"{name}-{world_size}": random_setup(draw, world_size, name) for name in NAMES}
-        run_ranks(_save_all, world_size, mine, folder)
+        run_threads(_save_all, world_size, mine, folder)
         everything |= mine
     return folder, everything
 
 
 @pytest.mark.parametrize("count", [7, pytest.param(21, marks=pytest.mark.long)])
-def test_any_mesh_loads_what_any_other_saved(
-    saved: tuple[Path, Saved], ranks: Ranks, count: int
-) -> None:
+def test_any_mesh_loads_what_any_other_saved(saved: tuple[Path, Saved], count: int) -> None:
     """One test: each that another worker takes saves everything again."""
     folder, everything = saved
     for world_size in (2, 4) if count == 7 else WORLDS:
@@ -84,7 +81,7 @@ def test_any_mesh_loads_what_any_other_saved(
             (name, random_setup(draw, world_size, setup.model), draw.random() < 0.5)
             for name, setup in draw.sample(list(everything.items()), k=count)
         ]
-        for found in ranks(_load_all, world_size, pairs, folder):
+        for found in run_threads(_load_all, world_size, pairs, folder):
             assert not found, "\n".join(found)
     # One process without a group loads it, too.
     pairs = [(name, Setup(setup.model, None), True) for name, setup in everything.items()]
@@ -96,10 +93,10 @@ def test_any_mesh_loads_what_any_other_saved(
         assert pieces == tensors, name
 
 
-def test_ranks_load_what_one_process_without_a_group_saved(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_load_what_one_process_without_a_group_saved(tmp_path: Path) -> None:
     _save_all(0, 1, {name: Setup(name, None) for name in NAMES}, tmp_path)
     pairs = [(name, Setup(name, (3,)), True) for name in NAMES]
-    for found in ranks(_load_all, 3, pairs, tmp_path):
+    for found in run_threads(_load_all, 3, pairs, tmp_path):
         assert not found, "\n".join(found)
 
 
@@ -128,16 +125,14 @@ def _load_tensor_parallel(rank: int, world_size: int, folder: Path) -> dict[str,
     return {name: p.full_tensor().detach() for name, p in values.items()}
 
 
-def test_tensor_parallel_shards_load_as_a_plain_model_and_back(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    expected = ranks(_save_tensor_parallel, 4, tmp_path / "parallel")[0]
+def test_tensor_parallel_shards_load_as_a_plain_model_and_back(tmp_path: Path) -> None:
+    expected = run_threads(_save_tensor_parallel, 4, tmp_path / "parallel")[0]
     torch.manual_seed(OTHER_SEED)
     plain = EvenBlock()
     checkpoint.load(tmp_path / "parallel", plain)
     for name, value in plain.named_parameters():
         assert torch.equal(value, expected[name]), name
     checkpoint.save(tmp_path / "plain", plain)
-    for found in ranks(_load_tensor_parallel, 4, tmp_path / "plain"):
+    for found in run_threads(_load_tensor_parallel, 4, tmp_path / "plain"):
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name

@@ -18,7 +18,7 @@ from shardwise.checkpoint import CheckpointError, load_weights, save_hf
 from shardwise.checkpoint.disk.manifest import read_manifest
 from tests.checkpoint.small import make, same, save_small
 from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
-from tests.harness import run_ranks
+from tests.threads import run_threads
 
 
 @QUICK
@@ -130,7 +130,7 @@ def _saves_between_forward_and_backward(rank: int, world_size: int, folder: Path
 
 
 def test_ties_across_groups_hold_between_forward_and_backward(tmp_path: Path) -> None:
-    run_ranks(_saves_between_forward_and_backward, 2, tmp_path)
+    run_threads(_saves_between_forward_and_backward, 2, tmp_path)
     assert "head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
     assert read_manifest(tmp_path / "ours").facts.tied == {"head.weight": "embed.weight"}
     for name in ("hf", "ours"):

@@ -13,7 +13,7 @@ from shardwise import FullyShardedDataParallel, XlaFullyShardedDataParallel, che
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.state import sharded_state_dict
 from tests.sharding.nets import Net, batches, loss_of, seeded
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 
 def _wrapped(cls: Any) -> nn.Module:
@@ -43,7 +43,7 @@ def _whole(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cls", [FullyShardedDataParallel, XlaFullyShardedDataParallel])
-@on_processes(2)
+@on_threads(2)
 def test_a_wrapped_model_is_saved_as_shards_and_loaded_anywhere(
     rank: int, world_size: int, tmp_path: Path, cls: Any
 ) -> None:

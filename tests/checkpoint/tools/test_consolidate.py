@@ -25,8 +25,8 @@ from shardwise.checkpoint.formats.torchfile import Placeholder, read_tree, write
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from tests.checkpoint.meshes import Setup, expected, filled, wrong
 from tests.corpus.models import make_model
-from tests.harness import run_ranks
 from tests.programs import start_program
+from tests.threads import run_threads
 
 NAMES = ("mlp", "conv", "scalars", "llama-tied")
 MIB = 2**20
@@ -44,7 +44,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints of three ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(_save, 3, folder)
+    run_threads(_save, 3, folder)
     return folder
 
 
