@@ -230,7 +230,7 @@ def _peak_beside(
     monkeypatch.setattr(moving, "_AT_ONCE", 1 << 14)
     gc.collect()
     idle = _live_bytes()
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     mine = first if first.get_coordinate() is not None else _alone()
     for layer in model:
         fully_shard(layer, mesh=mine)
@@ -243,7 +243,7 @@ def _peak_beside(
     else:
         model.to("meta")
     gc.collect()
-    whole = 3 * 16 * 64 * 64 * 4
+    whole = 3 * 8 * 64 * 64 * 4
     layouts = [whole // ranks if rank < ranks else 0 for ranks in (before, after)]
     seen: list[int] = []
     opened = moving._Arrivals.open
