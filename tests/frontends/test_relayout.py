@@ -211,8 +211,8 @@ def _assert_alike(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_from_a_checkpoint(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    ranks(_goes_on_alike, 4, name, tmp_path)
+def test_training_goes_on_as_from_a_checkpoint(threads: Ranks, name: str, tmp_path: Path) -> None:
+    threads(_goes_on_alike, 4, name, tmp_path)
 
 
 def _live_bytes() -> int:
