@@ -200,7 +200,7 @@ def forked_agents() -> Iterator[None]:
 
     def start(command: list[str], *, stdout: int | None, stderr: int | None, **_: Any) -> Program:
         start_server()
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server: Any = forkserver._forkserver
         parent, *numbers = command[-3:]  # which an agent must not outlive
         assert parent == str(os.getpid())
         return start_program(
