@@ -145,8 +145,8 @@ FOLDERS = {"checkpoint", "checkpoint_stall"}
 FAILS = {"memory", "diloco"}
 PICTURES = {"strategies": "0.1 Gbit/s", "goodput": "DiLoCo, H = 2"}
 _MARKS = {"strategies": needs_hosts}
-#: Those that ``make test`` runs; the others start many processes.
-_QUICK = {"optimizers", "strategies", "diloco"}
+#: The one that ``make test`` runs; the others start many processes.
+_QUICK = {"optimizers"}
 
 
 def _marks(script: str) -> list[Any]:

@@ -89,7 +89,7 @@ def test_a_page_that_cannot_be_written_is_refused_first(capsys: Capture, tmp_pat
 
 
 def test_json_is_one_object(capsys: Capture) -> None:
-    words = "llama-tiny --mesh dp=4 --seq-length 16 --device h100 --link ib-200 --json"
+    words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=4 --device h100 --link ib-200 --json"
     assert call("plan", *words.split()) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1

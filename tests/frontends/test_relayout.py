@@ -210,8 +210,8 @@ def _assert_alike(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_from_a_checkpoint(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    ranks(_goes_on_alike, 4, name, tmp_path)
+def test_training_goes_on_as_from_a_checkpoint(threads: Ranks, name: str, tmp_path: Path) -> None:
+    threads(_goes_on_alike, 4, name, tmp_path)
 
 
 def _live_bytes() -> int:
@@ -229,7 +229,7 @@ def _peak_beside(
     monkeypatch.setattr(moving, "_AT_ONCE", 1 << 14)
     gc.collect()
     idle = _live_bytes()
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     mine = first if first.get_coordinate() is not None else _alone()
     for layer in model:
         fully_shard(layer, mesh=mine)
@@ -242,7 +242,7 @@ def _peak_beside(
     else:
         model.to("meta")
     gc.collect()
-    whole = 3 * 16 * 64 * 64 * 4
+    whole = 3 * 8 * 64 * 64 * 4
     layouts = [whole // ranks if rank < ranks else 0 for ranks in (before, after)]
     seen: list[int] = []
     opened = moving._Arrivals.open

@@ -158,13 +158,13 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
     )
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, "fp32"])
-def test_a_plan_knows_what_computes_in_float32(reduce_dtype: str | None) -> None:
+@pytest.mark.parametrize(("reduce_dtype", "transport"), [(None, "collectives"), ("fp32", "c10d")])
+def test_a_plan_knows_what_computes_in_float32(reduce_dtype: str | None, transport: str) -> None:
     training = RoutedTraining(
         seed=0,
         mesh="dp=2",
         strategy=Strategy.FULL_SHARD,
-        transport="c10d",
+        transport=transport,
         param_dtype="bf16",
         reduce_dtype=reduce_dtype,
         optimizer="adamw",

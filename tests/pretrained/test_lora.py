@@ -19,6 +19,7 @@ from shardwise.pretrained.merging import merge_lora
 from tests.ecosystem.llama import full, loss_of, tiny_llama, tokens
 from tests.harness import run_ranks
 from tests.pretrained.test_merging import with_experts
+from tests.worlds import Ranks
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
 
@@ -132,15 +133,17 @@ def _trains(rank: int, world_size: int, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_adapters_on_experts_train_as_on_an_unsharded_model(tmp_path: Path, kind: str) -> None:
+def test_adapters_on_experts_train_as_on_an_unsharded_model(
+    threads: Ranks, tmp_path: Path, kind: str
+) -> None:
     with_experts(kind, tmp_path / "base")
-    run_ranks(_trains, 2, tmp_path, kind)
+    threads(_trains, 2, tmp_path, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_train_as_on_an_unsharded_model(tmp_path: Path, kind: str) -> None:
+def test_adapters_train_as_on_an_unsharded_model(threads: Ranks, tmp_path: Path, kind: str) -> None:
     tiny_llama().save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    run_ranks(_trains, 2, tmp_path, kind)
+    threads(_trains, 2, tmp_path, kind)
 
 
 def _differs(rank: int, world_size: int, folder: Path) -> None:

@@ -23,7 +23,7 @@ from shardwise.app.recipes.core.build import average_running_statistics
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.task import Batch, ImageData, Images, read_drawn, vision_task
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Checkpointing, Strategy
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
@@ -57,36 +57,23 @@ def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: P
     assert run_from_guide(0, paths)[0] == f"accuracy {accuracy:.4f}\n"
 
 
-def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    plain = small_mnist(tmp_path, "plain", steps=3)
-    variants = {
-        "nested": {"nested": True},
-        "checkpointed": {"nested": True, "activation_checkpointing": Checkpointing.FULL},
-        "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
-    }
-    configs = [small_mnist(tmp_path, name, steps=3, **each) for name, each in variants.items()]
+def test_blocks_that_are_recomputed_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """Running statistics have counted every picture once."""
+    recomputed = {"nested": True, "activation_checkpointing": Checkpointing.FULL, "steps": 3}
     bf16 = {"param_dtype": PrecisionName.BF16, "nested": True, "steps": 3}
-    rounded = [
-        # AdamW rounds an element by its place in the tensor, and tensors are whole here.
-        small_mnist(tmp_path, "no-shard", steps=3, strategy=Strategy.NO_SHARD),
-        small_mnist(tmp_path, "bf16", **bf16),
-        small_mnist(
-            tmp_path,
-            "bf16-checkpointed",
-            activation_checkpointing=Checkpointing.FULL,
-            **bf16,
-        ),
-    ]
-    ranks(train, 2, plain, *configs, *rounded)
-    assert len(losses(plain)) == 3
-    for config in configs:
-        # With checkpointing too: running statistics have counted every picture once.
-        same_weights(config, plain)
-    assert losses(rounded[1]) != losses(plain)
-    for config in rounded:
-        for found, expected in zip(losses(config), losses(plain), strict=True):
-            assert found[1] == pytest.approx(expected[1], rel=0.1, abs=0.1)
-    same_weights(rounded[2], rounded[1])
+    runs = {
+        "plain": small_mnist(tmp_path, "plain", steps=3),
+        "checkpointed": small_mnist(tmp_path, "checkpointed", **recomputed),
+        "bf16": small_mnist(tmp_path, "bf16", **bf16),
+        "bf16-checkpointed": small_mnist(tmp_path, "both", **{**bf16, **recomputed}),
+    }
+    ranks(train, 2, *runs.values())
+    assert len(losses(runs["plain"])) == 3
+    same_weights(runs["checkpointed"], runs["plain"])
+    same_weights(runs["bf16-checkpointed"], runs["bf16"])
+    assert losses(runs["bf16"]) != losses(runs["plain"])
+    for found, expected in zip(losses(runs["bf16"]), losses(runs["plain"]), strict=True):
+        assert found[1] == pytest.approx(expected[1], rel=0.1, abs=0.1)
 
 
 class Dots(Images):

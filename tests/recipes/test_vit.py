@@ -42,7 +42,6 @@ from shardwise.insight.planning.presets import VIT_PRESETS
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import (
     Checkpointing,
-    PrecisionName,
     ShardingConfig,
     TransportName,
     resolve_sharding,
@@ -373,12 +372,11 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
         "checkpointed": {"activation_checkpointing": Checkpointing.FULL},
     }
     same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
-    bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=PrecisionName.BF16)
     fake = small_vit(tmp_path, "fake", data_dir=None, fake_data=True, steps=1, layers=1)
     resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, existing=Existing.RESUME)
-    runs = [plain, *same, bf16, fake]
+    runs = [plain, *same, fake]
     ended = ranks(_train_all, 2, runs, resumed, pg_timeout=120)  # rank 0 copies a run meanwhile
-    assert ended == [["finished"] * 6] * 2
+    assert ended == [["finished"] * 5] * 2
 
     assert [step for step, *_ in losses(plain)] == list(range(1, 7))
     assert [session["from_step"] for session in resumed.files.read()["sessions"]] == [0, 3]
@@ -392,8 +390,6 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
         for name, found in load_file(config.files.weights).items():
             torch.testing.assert_close(found, whole[name], msg=f"{name} of {config.files.root}")
     assert losses(resumed) == losses(plain)
-    assert losses(bf16)[0][1] == pytest.approx(losses(plain)[0][1], rel=2e-2)
-    assert losses(bf16)[0][1] != losses(plain)[0][1]
     assert losses(fake)[0][1] == pytest.approx(math.log(100), rel=0.1)
 
     # What was written is what others load, without any shards.
