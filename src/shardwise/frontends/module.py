@@ -63,7 +63,6 @@ else:
     _Sharded = TorchFSDPModule
 
 
-@fsdp.module_as_torch_asks(require_state)
 class FSDPModule(_Sharded):
     """The class of a module after :func:`~shardwise.fully_shard`.
 
@@ -695,6 +694,9 @@ class FSDPModule(_Sharded):
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+fsdp.name_module(FSDPModule, require_state)
 
 
 _CLASSES: dict[type, type] = {}
