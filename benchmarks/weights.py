@@ -1,18 +1,15 @@
-"""Publish weights from ranks to a reader: how long it takes beside one copy, and what changes take.
+"""Publish weights from ranks to a reader: how long it takes beside one copy.
 
     python benchmarks/weights.py [--megabytes 1200] [--rounds 9]
 
 In every round, two ranks publish a version of a model in memory, and a reader maps it, and then
-looks at every page. Beside it, as many threads copy as many bytes from one tensor to another. Then
-a share of the elements in bf16 changes, and the ranks publish to a folder: the bytes of that
-version are beside those of the model.
+looks at every page. Beside it, as many threads copy as many bytes from one tensor to another.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,10 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
-from shardwise.checkpoint.ranks.loading import own_part
 
 RANKS, WIDTH = 2, 4096
-SHARES = (0.01, 0.02, 0.03)
 RATIO = "(publish + map) / copy"
 COPIES, PEAK = "relayout / one copy", "relayout, largest peak"
 
@@ -75,23 +70,6 @@ def _in_memory(nbytes: int, rounds: int) -> dict[str, list[float]]:
                 note(publish=published, map=mapped, look_at_every_page=looked, one_copy=copied)
                 found.setdefault(RATIO, []).append((published + mapped) / copied)
             dist.barrier()
-    return found
-
-
-def _changes(nbytes: int, folder: str) -> dict[str, float]:
-    """The bytes of a version, as a share of the model's, by the share of elements that changed."""
-    model = _model(nbytes).to(torch.bfloat16)
-    whole = sum(param.numel() for param in model.parameters()) * 2
-    found = {}
-    with shardwise.publish(model, "changes", to=folder) as weights:
-        for share in SHARES:
-            with torch.no_grad():
-                for param in model.parameters():
-                    local = own_part(param)[1]
-                    local[torch.rand(local.shape) < share] += 1
-            version = Path(folder) / "changes" / f"version-{weights.update():08}"
-            size = sum(file.stat().st_size for file in version.iterdir())
-            found[f"version, {share:.0%} changed"] = size / whole
     return found
 
 
@@ -166,10 +144,6 @@ def main() -> None:
     for what, values in found.items():
         unit = "" if what in (RATIO, COPIES, PEAK) else " s"
         print(f"{what:24} {statistics.median(values):8.3f}{unit}")
-    with tempfile.TemporaryDirectory() as folder:
-        shares = shardwise.launch(_changes, (nbytes // 8, folder), nproc=RANKS)[0]
-        for what, share in shares.items():
-            print(f"{what:24} {share:8.2%}")
 
 
 if __name__ == "__main__":

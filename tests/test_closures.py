@@ -16,10 +16,10 @@ DOORS = {
     "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18875, 74),
     "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21201, 85),
     "simulate": ("shardwise.simulate(print, 2)", 7409, 36),
-    "timeline.record": ("shardwise.timeline.record", 7366, 33),
+    "timeline.record": ("shardwise.timeline.record", 7245, 33),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        42950,
+        42600,
         177,
     ),
 }

@@ -24,7 +24,6 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.ranks.saving import save
 from tests.harness import run_ranks
 from tests.weights.constant import constant_model, set_weights
 from tests.weights.names import keep_names_in
@@ -716,74 +715,3 @@ def test_a_version_of_another_format_is_refused(tmp_path: Path) -> None:
             about.write_text(json.dumps(changed))
             with pytest.raises(CheckpointError, match=message):
                 dict(shardwise.subscribe("policy", at=tmp_path))
-
-
-def _some(**changed: Any) -> dict[str, Any]:
-    """A change of the first element of a weight of 64 x 64 elements."""
-    found = {"name": "weight", "shape": [64, 64], "offsets": [0, 0], "sizes": [64, 64]}
-    gaps, values = torch.zeros(1, dtype=torch.uint16), torch.ones(1)
-    return found | {"gaps": gaps, "values": values} | changed
-
-
-def _gaps(*gaps: int, dtype: torch.dtype = torch.uint16) -> dict[str, Any]:
-    return _some(gaps=torch.tensor(gaps, dtype=dtype), values=torch.ones(len(gaps)))
-
-
-_HOSTILE = {
-    "behind the end": _gaps(4096),
-    "together behind the end": _gaps(4000, 100),
-    "twice": _gaps(5, 0),
-    "before the beginning": _gaps(-1, dtype=torch.int64),
-    "an overflow": _gaps(0, 2**62, 2**62, dtype=torch.int64),
-    "scalars": _some(gaps=torch.zeros((), dtype=torch.uint16), values=torch.ones(())),
-    "too few values": _some(gaps=None),
-    "a number for gaps": _some(gaps=7),
-    "another dtype": _some(values=torch.ones(1, dtype=torch.float64)),
-    "more values than gaps": _some(values=torch.ones(2)),
-    "text for values": _some(values="text"),
-    "a matrix of values": _some(values=torch.ones(64, 64), gaps=None),
-    "another tensor": _some(name="other"),
-    "a list for a name": _some(name=["weight"]),
-    "another shape": _some(shape=[4096]),
-    "a box that sticks out": _some(offsets=[0, 1]),
-    "a box before the tensor": _some(offsets=[-1, 0]),
-    "a box of one dimension": _some(offsets=[0]),
-    "a box of floats": _some(offsets=[0.0, 0.0], sizes=[1.0, 1.0]),
-    "a huge box": _some(sizes=[2**40, 2**40]),
-    "no box": _some(sizes=None),
-    "nothing": {},
-    "a number": 5,
-}
-
-
-@pytest.mark.parametrize("hostile", _HOSTILE.values(), ids=_HOSTILE.keys())
-def test_changes_that_do_not_fit_are_refused_and_none_is_applied(
-    tmp_path: Path, hostile: Any
-) -> None:
-    with shardwise.publish(constant_model(3), "policy", to=tmp_path):
-        root = tmp_path / "policy"
-        subscription = shardwise.subscribe("policy", at=tmp_path)
-        dict(subscription)
-        about = json.loads((root / "version-00000001/version.json").read_text())
-        changes = hostile if hostile == 5 else [hostile]
-        extra = {"about": about | {"number": 2}, "rank0": [_some()], "rank1": changes}
-        save(root / "version-00000002", nn.Module(), extra=extra)
-        with pytest.raises(CheckpointError, match="version-00000002: "):
-            dict(subscription)
-        shutil.rmtree(root / "version-00000002")
-        assert dict(subscription)["weight"].eq(3).all()
-
-
-def test_changes_of_another_publisher_are_refused(tmp_path: Path) -> None:
-    model = constant_model(1)
-    for place in ("a", "b"):
-        with shardwise.publish(model, "policy", to=tmp_path / place) as weights:
-            with torch.no_grad():
-                model.weight[0, 0] += 1
-            weights.update()
-    subscription = shardwise.subscribe("policy", at=tmp_path / "a")
-    dict(subscription)
-    shutil.rmtree(tmp_path / "a/policy/version-00000002")
-    shutil.copytree(tmp_path / "b/policy/version-00000002", tmp_path / "a/policy/version-00000002")
-    with pytest.raises(CheckpointError, match="found changes since version 1 of publisher"):
-        dict(subscription)

@@ -8,19 +8,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     _coalescing_manager,
     _CoalescingManager,
 )
-
-_T = TypeVar("_T")
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -62,30 +58,6 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     cpu = torch.device("cpu")  # which a simulated group serves, too, without listing it
     options = group._get_backend(types[0] if types and cpu not in types else cpu).options
     return float(options._timeout.total_seconds())
-
-
-def group_as_torch_asks(cls: type[_T]) -> type[_T]:
-    """Give a class of process groups the private names by which ``torch.distributed`` asks.
-
-    Its backends can do nothing special, and have torch's own timeout.
-    """
-    backend = SimpleNamespace(
-        supports_coalescing=False,
-        supports_tensor_alloc=lambda _: False,
-        options=SimpleNamespace(_timeout=default_pg_timeout),
-    )
-    named: Any = cls
-    named._get_backend = lambda group, device: backend
-    # Before torch 2.13.
-    named._allgather_base = named.all_gather_single
-    named._reduce_scatter_base = named.reduce_scatter_single
-    return cls
-
-
-def work_as_torch_asks(cls: type[_T]) -> type[_T]:
-    """Give a class of works, with a ``sender``, the private name by which torch asks for that."""
-    cast(Any, cls)._source_rank = lambda work: work.sender
-    return cls
 
 
 def group_between_worlds(

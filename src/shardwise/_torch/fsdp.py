@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from torch.jit._script import RecursiveScriptModule
 from shardwise._torch import dtensor
 
 __all__ = ["DataParallelMeshDims", "ShardPlacementResult"]
-
-_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard import DataParallelMeshDims
@@ -184,28 +182,18 @@ def torch_groups(model: nn.Module) -> list[TorchGroup]:
     return list(found.values())
 
 
-def state_as_torch_asks(cls: type[_T]) -> type[_T]:
-    """Give a class of states the names that torch's own code asks for.
-
-    Pipelining and activation checkpointing do. The class has ``groups``, ``root``,
-    ``before_forward`` and ``after_forward``.
-    """
-    named: Any = cls
-    named._fsdp_param_groups = property(lambda state: state.groups)
-    named._fsdp_param_group = property(lambda state: next(iter(state.groups), None))
-    named._state_ctx = property(lambda state: state.root)
-    named._root_post_backward_final_callback = lambda state: state.root.end_backward()
-    named._pre_forward = lambda state, *args: state.before_forward(*args)
-    named._post_forward = lambda state, *args: state.after_forward(*args)
-    return cls
+def name_state(cls: Any) -> None:
+    """Give a class of states the names for which torch's pipelining and checkpointing ask."""
+    cls._fsdp_param_groups = property(lambda state: state.groups)
+    cls._fsdp_param_group = property(lambda state: next(iter(state.groups), None))
+    cls._state_ctx = property(lambda state: state.root)
+    cls._root_post_backward_final_callback = lambda state: state.root.end_backward()
+    cls._pre_forward = lambda state, *args: state.before_forward(*args)
+    cls._post_forward = lambda state, *args: state.after_forward(*args)
 
 
-def module_as_torch_asks(state_of: Callable[[Any], Any]) -> Callable[[type[_T]], type[_T]]:
-    """Give a class of sharded modules the names that torch's own code asks for.
-
-    Args:
-        state_of: returns the state of a module.
-    """
+def name_module(cls: Any, state_of: Callable[[Any], Any]) -> None:
+    """Give a class of modules, of which each has a state, the names for which torch asks."""
 
     def apply(module: Any, *args: Any, **kwargs: Any) -> Any:  # of to(), cuda(), to_empty(), ...
         module.reshard()
@@ -215,41 +203,14 @@ def module_as_torch_asks(state_of: Callable[[Any], Any]) -> Callable[[type[_T]],
             group.refresh()
         return result
 
-    def add(cls: type[_T]) -> type[_T]:
-        named: Any = cls
-        named._apply = apply
-        named._get_fsdp_state = lambda module: state_of(module)
-        # Every all-gather is asynchronous, and allocates on the current stream.
-        named._set_unshard_async_op = lambda module, async_op: None
-        return cls
-
-    return add
-
-
-def skipped_in_names(inner: str) -> Callable[[type[_T]], type[_T]]:
-    """Have ``torch.distributed.checkpoint`` leave out a wrapper in names.
-
-    Args:
-        inner: the name that the module inside has in the wrapper.
-    """
-
-    def add(cls: type[_T]) -> type[_T]:
-        cast(Any, cls)._fqn_modifiers = lambda module: {"": inner}
-        return cls
-
-    return add
-
-
-def takes_grad_scale(cls: type[_T]) -> type[_T]:
-    """Have torch's ``GradScaler`` set ``grad_scale`` of an optimizer, in place of unscaling."""
-    cast(Any, cls)._step_supports_amp_scaling = True
-    return cls
+    cls._apply = apply
+    cls._get_fsdp_state = lambda module: state_of(module)
+    cls._set_unshard_async_op = lambda module, async_op: None  # all gathers are asynchronous
 
 
 def mark_managed(module: nn.Module) -> None:
     """Tell ``torch.compile`` that hooks outside of its graphs exchange the parameters."""
-    module.__dict__["_is_fsdp_managed_module"] = True
-    module.__dict__["_fsdp_use_orig_params"] = True
+    vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def check_composable(module: nn.Module, name: str) -> None:

@@ -132,3 +132,8 @@ def _has_foreign(functions: Iterable[Callable[..., Any]]) -> bool:
         if not str(getattr(inner, "__module__", "")).startswith(_NEUTRAL):
             return True
     return False
+
+
+def skip_in_names(cls: Any, inner: str) -> None:
+    """Have ``torch.distributed.checkpoint`` leave the wrapper of ``inner`` out of names."""
+    cls._fqn_modifiers = lambda module: {"": inner}

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 T = TypeVar("T")
@@ -180,3 +181,20 @@ def forget_meshes() -> None:
     for forget in forgets:
         if forget is not None:
             forget()
+
+
+def name_work(cls: Any) -> None:
+    """Give a class of works, which have a ``sender``, the name for which ``recv`` asks."""
+    cls._source_rank = lambda work: work.sender
+
+
+def name_group(cls: Any) -> None:
+    """Give a class of process groups what torch asks of a backend, and names before torch 2.13."""
+    backend = SimpleNamespace(
+        supports_coalescing=False,
+        supports_tensor_alloc=lambda device: False,
+        options=SimpleNamespace(_timeout=default_pg_timeout),
+    )
+    cls._get_backend = lambda group, device: backend
+    cls._allgather_base = cls.all_gather_single
+    cls._reduce_scatter_base = cls.reduce_scatter_single

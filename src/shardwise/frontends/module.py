@@ -64,7 +64,6 @@ else:
     _Sharded = TorchFSDPModule
 
 
-@fsdp.module_as_torch_asks(require_state)
 class FSDPModule(_Sharded):
     """The class of a module after :func:`~shardwise.fully_shard`.
 
@@ -696,6 +695,9 @@ class FSDPModule(_Sharded):
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+
+fsdp.name_module(FSDPModule, require_state)
 
 
 _CLASSES: dict[type, type] = {}

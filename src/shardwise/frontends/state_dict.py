@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor, fsdp
-from shardwise._torch.module import joined, versions_in, visits, with_versions
+from shardwise._torch.module import joined, skip_in_names, versions_in, visits, with_versions
 from shardwise._torch.unread import Unread
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.summon import is_first
@@ -53,7 +53,6 @@ WRAPPED = "_fsdp_wrapped_module"
 StateDict = dict[str, Any]
 
 
-@fsdp.skipped_in_names(WRAPPED)
 class WrapperModule(nn.Module, HasStateDictKinds):
     """A wrapper that forwards attributes, items and names of the wrapped module.
 
@@ -328,6 +327,9 @@ class WrapperModule(nn.Module, HasStateDictKinds):
             for name, param in sharded_params(self.module).items()
             if not name.startswith(names)
         }
+
+
+skip_in_names(WrapperModule, WRAPPED)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch import autograd
-from shardwise._torch.fsdp import takes_grad_scale
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import StepInterruptedError
 from shardwise.base.optim_names import names_in_order, parameters_in_order
@@ -88,7 +87,6 @@ def in_backward(
     return OptimizerInBackward(inner, groups, clipping)
 
 
-@takes_grad_scale  # and refuses it, with a reason
 class OptimizerInBackward(AroundOptimizer):
     """The optimizer of a model whose groups step during backward; see :func:`in_backward`.
 
@@ -100,6 +98,9 @@ class OptimizerInBackward(AroundOptimizer):
     Attributes:
         inner: the optimizer.
     """
+
+    #: Torch's ``GradScaler`` then sets :attr:`grad_scale`, which refuses it with a reason.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self, inner: torch.optim.Optimizer, groups: Sequence[Group], clipping: Clipping

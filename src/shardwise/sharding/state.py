@@ -443,7 +443,6 @@ class Root:
 _STATE = "_shardwise_state"
 
 
-@fsdp.state_as_torch_asks
 class FSDPState:
     """The state that one ``fully_shard`` call adds to its modules.
 
@@ -589,6 +588,9 @@ class FSDPState:
                     prefix = names.get(owner.module)
                     if prefix is not None:
                         param.form.fqn = f"{prefix}.{owner.name}" if prefix else owner.name
+
+
+fsdp.name_state(FSDPState)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.c10d import group_as_torch_asks, work_as_torch_asks
+from shardwise._torch.threads import name_group, name_work
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
 from shardwise.simulated.gloo import Extreme, MemoryFormat, check, is_dense, order_of
@@ -42,7 +42,6 @@ _REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-@work_as_torch_asks
 class SimulatedWork(dist.Work):
     """One rank's part in a collective.
 
@@ -130,6 +129,9 @@ class SimulatedWork(dist.Work):
         future: Any = torch.futures.Future()
         future.set_result(self.result())
         return future
+
+
+name_work(SimulatedWork)
 
 
 class Channel:
@@ -248,7 +250,6 @@ def _shaped_alike(parts: Tensors) -> Tensors:
 def _check_fit(
     mine: SimulatedWork, parts: Sequence[Tensors], rank: int, members: Sequence[int]
 ) -> None:
-    """Check that a rank has room of the same dtypes and sizes for what it gets."""
     if mine.reduction is None:
         pairs = list(zip(chain.from_iterable(parts), mine.into, strict=True))
         sources = [source for source, part in zip(mine.sources, parts, strict=True) for _ in part]
@@ -269,7 +270,6 @@ def _size(tensor: torch.Tensor) -> str:
 
 
 def _by_rank(tensors: Sequence[Tensors]) -> list[Tensors]:
-    """Turn lists that have a tensor for each rank into one list for each rank."""
     return list(zip(*tensors, strict=True))
 
 
@@ -277,7 +277,6 @@ def _by_rank(tensors: Sequence[Tensors]) -> list[Tensors]:
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-@group_as_torch_asks
 class SimulatedGroup(_ProcessGroup):
     """One rank of a process group: the methods that ``torch.distributed`` calls.
 
@@ -325,7 +324,6 @@ class SimulatedGroup(_ProcessGroup):
         return self.channel.post(self._place, work)
 
     def _check_place(self, name: str, *places: int) -> None:
-        """Check that there are such ranks in the group."""
         for place in places:
             if not 0 <= place < len(self._everybody):
                 raise ValueError(
@@ -334,7 +332,6 @@ class SimulatedGroup(_ProcessGroup):
                 )
 
     def _check_another(self, name: str, place: int) -> None:
-        """Check that a message is not for the rank that sends it."""
         if place == self._place:
             raise ValueError(
                 f"rank {self.channel.members[place]}, {name}: found itself, expected another rank; "
@@ -342,7 +339,6 @@ class SimulatedGroup(_ProcessGroup):
             )
 
     def _check(self, name: str, tensors: Tensors, memory: MemoryFormat) -> None:
-        """Check what this rank hands to a collective."""
         check(self.channel.members[self._place], name, tensors, memory)
 
     def _reduce(
@@ -540,3 +536,6 @@ class SimulatedGroup(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+name_group(SimulatedGroup)

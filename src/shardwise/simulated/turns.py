@@ -132,7 +132,6 @@ class RankTurns:
         return values
 
     def _put_back(self, before: list[Any]) -> None:
-        """Put back what was there before a call."""
         self._function = None
         self._values, self._errors = [], {}
         self._own.save()  # what a rank that was left in its function has changed, too
@@ -179,7 +178,6 @@ class RankTurns:
         self._pass_on(self.rank, _READY)
 
     def _be(self, rank: int, num_threads: int) -> None:
-        """Be a rank, until the world ends."""
         self._here.rank = rank
         torch.set_num_threads(num_threads)  # a setting of each thread
         torch.autograd.set_multithreading_enabled(False)  # else hooks run in threads of autograd
@@ -203,7 +201,6 @@ class RankTurns:
                 self._wake(after)
 
     def _is_called(self, rank: int) -> bool:
-        """Wait for the turn; whether there is a function to call."""
         self._sleep(rank)
         with self._calling:
             self._has_begun = True
@@ -282,7 +279,6 @@ class RankTurns:
             self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {self._others(rank)}")
 
     def _others(self, rank: int) -> str:
-        """Say what all other ranks are about to do, or came to."""
 
         def does(other: int) -> str:
             if other in self._waits:
@@ -306,7 +302,6 @@ class RankTurns:
             raise
 
     def _interrupt(self) -> bool:
-        """Interrupt all ranks; whether any of them has been called."""
         with self._calling:
             if not self._has_begun:  # and none will
                 self._function = None

@@ -1,7 +1,7 @@
 """The timeline as one HTML page that loads nothing else, and as a trace for viewers of traces.
 
-Steps stand side by side, and ranks are rows: so much is drawn here, and readable without scripts.
-The script adds one step in detail: what each rank did at which moment, beside what was predicted.
+On the page, steps stand side by side, and ranks are rows. What each rank did at which moment is in
+the trace, beside what was predicted.
 
 The trace is for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``, in Chrome's "Trace
 Event Format", in JSON: Perfetto reads it, and anything can write it. (The package ``perfetto``
@@ -14,11 +14,11 @@ be nested, so what overlaps is put on further tracks of the same name.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base import units
-from shardwise.base.html import bar, data_element, document, escape, keys, table
+from shardwise.base.html import bar, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
 from shardwise.base.spans import Span, StepTime
@@ -113,13 +113,11 @@ def _more(span: Span) -> dict[str, Any]:
     return {**more, "args": args} if args else more
 
 
-def _laid_out(
-    tracks: Mapping[str, list[_Slice]], order: Sequence[str]
-) -> Iterator[tuple[str, list[_Slice]]]:
-    """Return tracks whose slices are nested, those of an order first."""
+def _laid_out(tracks: Mapping[str, list[_Slice]]) -> Iterator[tuple[str, list[_Slice]]]:
+    """Return tracks whose slices are nested, from the top down."""
 
     def place(name: str) -> tuple[int, str]:
-        return (order.index(name) if name in order else len(order)), name
+        return (_TRACKS.index(name) if name in _TRACKS else len(_TRACKS)), name
 
     for name in sorted(tracks, key=place):
         for lane in nested(tracks[name]):
@@ -181,7 +179,7 @@ def _process(
     """A process, and everything on its tracks."""
     yield _named("process_name", pid, 0, title)
     yield {**_named("process_sort_index", pid, 0, ""), "args": {"sort_index": place}}
-    for tid, (track, slices) in enumerate(_laid_out(tracks, _TRACKS), start=1):
+    for tid, (track, slices) in enumerate(_laid_out(tracks), start=1):
         yield _named("thread_name", pid, tid, track)
         yield {**_named("thread_sort_index", pid, tid, ""), "args": {"sort_index": tid}}
         for begin, end, name, more in slices:
@@ -205,8 +203,10 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-#: What a page has in detail at most: more is slow to draw. The rest is in the trace.
-MOST_SPANS, MOST_RANKS, MOST_STEPS = 60_000, 32, 8
+#: What a page shows at most. The rest is in the trace.
+MOST_RANKS, MOST_STEPS = 32, 8
+
+_VIEWER = "https://ui.perfetto.dev"
 
 _WAITS = 12  # rows of the table of waits
 
@@ -221,23 +221,6 @@ _MEANING = {
     Part.OTHER: "other: data, loss, logging",
 }
 
-#: What the colors of the details stand for; page.js has those of activities.
-_DETAIL = {
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "issuing collectives": "runtime",
-    "copying": "copy",
-    "waiting for a collective": "wait",
-    "waiting for a rank": "peer",
-    "all-gather": "gather",
-    "reduce-scatter, all-reduce": "reduce",
-    "other": "other",
-}
-
-#: Rows of a rank in detail, from the top down.
-_ROWS = ("groups", "host", "device")
-
 
 def page(timeline: Timeline) -> str:
     """Return the HTML of the page."""
@@ -246,12 +229,9 @@ def page(timeline: Timeline) -> str:
     body = (
         *_head(timeline, steps),
         *_steps(timeline, steps, ranks),
-        *_detail(steps, ranks),
+        *_detail(),
         *_waits(timeline),
         *_memory(timeline),
-        # Names of groups are of the user's making: none may end the element.
-        data_element(_data(timeline, steps, ranks)),
-        f"<script>{resource(__name__, 'page.js')}</script>",
     )
     return document("Timeline", body, resource(__name__, "page.css"))
 
@@ -316,9 +296,7 @@ def _steps(
     yield '<div class="scroll" tabindex="0" role="region" aria-label="steps"><table class="steps">'
     yield '<thead><tr><th scope="col">rank</th>'
     for step in steps:
-        yield (
-            f'<th scope="col"><a href="#detail" data-step="{step.number}">{_step(step)}</a></th>'
-        )
+        yield f'<th scope="col">{_step(step)}</th>'
     yield "</tr></thead><tbody>"
     if predicted is not None:
         yield '<tr class="predicted"><th scope="row">predicted</th>'
@@ -376,23 +354,13 @@ def _color(part: Part) -> str:
     return f"var(--{part.name.lower()})"
 
 
-def _detail(steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]) -> Iterator[str]:
-    if not steps or not ranks:
-        return
-    yield '<section id="detail"><h2>One step in detail</h2><p class="controls">'
-    yield '<label>Step <select id="step">'
-    for step in steps:
-        yield f'<option value="{step.number}">{step.number}, {units.seconds(step.seconds)}</option>'
-    yield "</select></label>"
-    for name, label in (("in", "Zoom in"), ("out", "Zoom out"), ("all", "Whole step")):
-        yield f'<button type="button" data-zoom="{name}">{label}</button>'
-    yield "</p>"
-    yield keys((name, f"var(--{color})") for name, color in _DETAIL.items())
-    yield "<noscript><p>The details need JavaScript.</p></noscript>"
-    yield '<div class="chart"><canvas id="chart" tabindex="0" role="img" '
-    yield 'aria-label="What each rank did at which moment"></canvas></div>'
-    yield '<p id="about" aria-live="polite">Point at a bar to see what it is. Drag to move.</p>'
-    yield "</section>"
+def _detail() -> Iterator[str]:
+    """Where to see what each rank did at which moment."""
+    yield "<section><h2>One step in detail</h2><p>What each rank did at which moment is in "
+    yield '<a href="trace.json" download>trace.json</a>, in the folder of this page. Open '
+    yield f'<a href="{_VIEWER}">{_VIEWER}</a> and drop the file there: your browser reads it, '
+    yield "and sends it nowhere. Without a network, load it in <code>chrome://tracing</code>, in "
+    yield "Chrome or Chromium.</p></section>"
 
 
 def _waits(timeline: Timeline) -> Iterator[str]:
@@ -449,94 +417,3 @@ def _memory(timeline: Timeline) -> Iterator[str]:
         ],
     )
     yield "</section>"
-
-
-# -- what the script draws -------------------------------------------------------------------------
-
-
-def _data(
-    timeline: Timeline, steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]
-) -> dict[str, Any]:
-    """Return the spans of all steps and ranks that are shown, by step.
-
-    A row of the drawing is ``[title, spans]``; a span is ``[class, name, begin, length, about]``,
-    in microseconds from the begin of the step.
-    """
-    names: dict[str, int] = {}
-    left = MOST_SPANS
-    drawn = []
-    for step in steps:
-        begin = min(mine.step.begin for mine in step.ranks)
-        groups = []
-        if timeline.prediction is not None:
-            rows = _rows(
-                timeline.prediction.spans,
-                0.0,
-                0.0,
-                names,
-                lambda s: f"predicted {s.activity.value}",
-            )
-            groups.append({"title": "predicted", "rows": rows})
-        for rank in ranks:
-            mine = next((each for each in step.ranks if each.rank == rank.rank), None)
-            if mine is None:
-                continue
-            spans = rank.of(mine.step)[: max(0, left)]
-            left -= len(spans)
-            slow = " (slowest)" if rank.rank == _waited_for(step) else ""
-            rows = _rows(spans, begin, rank.end, names, _about)
-            groups.append({"title": f"rank {rank.rank}{slow}", "rows": rows})
-        drawn.append({"number": step.number, "length": round(1e6 * step.seconds), "groups": groups})
-    typical = timeline.typical
-    shown = [step.number for step in steps]
-    first = (
-        typical.number if typical is not None and typical.number in shown else max(shown, default=0)
-    )
-    return {"names": list(names), "steps": drawn, "typical": first}
-
-
-def _rows(
-    spans: Sequence[Span],
-    zero: float,
-    latest: float,
-    names: dict[str, int],
-    about_span: Callable[[Span], str],
-) -> list[list[Any]]:
-    by_row: dict[str, list[_Slice]] = {}
-    for span in spans:
-        end = latest if span.end is None else span.end
-        about = {"kind": span.activity.name.lower(), "about": about_span(span)}
-        if span.activity in COLLECTIVES:
-            row = span.dimension or "ranks"
-        else:
-            row = _ROWS[0] if span.activity in _COMPUTES else _ROWS[1]
-        by_row.setdefault(row, []).append((span.begin, end, span.name, about))
-        if span.device is not None:
-            by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
-    rows: list[list[Any]] = []
-    for row, lane in _laid_out(by_row, _ROWS):
-        drawn = [
-            [
-                *(more["kind"], names.setdefault(name, len(names))),
-                *(round(1e6 * (begin - zero)), round(1e6 * (end - begin))),
-                more["about"],
-            ]
-            for begin, end, name, more in lane
-        ]
-        rows.append([row, drawn])
-    return rows
-
-
-def _about(span: Span) -> str:
-    words = [span.activity.value]
-    if span.activity is Activity.PEER:
-        words = [f"wait for rank {span.name}"]
-    if span.nbytes:
-        words.append(units.binary_size(span.nbytes))
-        if span.seconds > 0:
-            words.append(f"{units.binary_size(span.nbytes / span.seconds)}/s")
-    if span.transport:
-        words.append(f"by {span.transport}")
-    if span.end is None:
-        words.append("it never ended")
-    return ", ".join(words)

@@ -52,7 +52,7 @@ def publish(
             is published under the names that :func:`shardwise.save_pretrained` gives its weights.
         name: what readers call it; any text.
         to: a folder that all ranks and readers see. Versions are written to ``to/name`` as
-            safetensors: in full, or as what has changed. ``None`` for memory of this host.
+            safetensors. ``None`` for memory of this host.
         dtype: what floating-point tensors are converted to; ``None`` for the dtype of the shards.
         adapters: what is published of a ``PeftModel``: ``"alone"``, the adapters as peft saves
             them; ``"merged"``, the weights of the base with the adapters merged into them, for

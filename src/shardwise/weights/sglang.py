@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.arguments import check_seconds
 from shardwise.base.errors import CheckpointError
-from shardwise.weights.folder import newest_in_full
+from shardwise.weights.folder import newest_in_folder
 from shardwise.weights.subscribe import Subscription
 
 _Named = list[tuple[str, torch.Tensor]]
@@ -92,7 +92,7 @@ def send_tensors(weights: Subscription, engine: Any, *, most: int = 1 << 30) -> 
 
 
 def send_folder(name: str, engine: Any, *, at: str | os.PathLike[str]) -> int:
-    """Have the newest version that is in a folder in full read from there.
+    """Have the newest version that is in a folder read from there.
 
     Args:
         name: what the weights are published as.
@@ -100,12 +100,12 @@ def send_folder(name: str, engine: Any, *, at: str | os.PathLike[str]) -> int:
         at: the folder that they are published to, which the engine sees under the same path.
 
     Returns:
-        The number of the version. Later ones may be there as what has changed.
+        The number of the version.
 
     Raises:
-        CheckpointError: there is none, or the engine has refused it.
+        CheckpointError: there is none, it is of an earlier release, or the engine has refused it.
     """
-    number, folder = newest_in_full(name, at)
+    number, folder = newest_in_folder(name, at)
     _check(engine.update_weights_from_disk(model_path=str(folder)))
     return number
 

@@ -32,8 +32,7 @@ def subscribe(
     Each iteration gives all tensors of the newest version by name: full, on the CPU, and of one
     version. Of weights in memory nothing is copied: tensors share it with the publisher, which
     leaves it alone as long as one of them exists. So drop them before long. What a reader writes to
-    them stays in its process. Of weights in a folder, the process keeps a copy, which changes are
-    added to.
+    them stays in its process. Weights in a folder are read into memory of the process.
 
     Args:
         name: what they are published as.

@@ -92,7 +92,7 @@ class Device:
         attention_efficiency: share of ``flops`` that fused attention reaches.
         memory_efficiency: share of ``memory_bandwidth`` that other operations reach.
         op_overhead: seconds that the host takes for each operation.
-        reported_as: words of the name that the device reports to torch, such as ``"H100 PCIe"``.
+        reported_as: words of the name that the device reports to torch, such as ``"H100 HBM3"``.
         host_link: name of the link between devices of a host.
         execution: whether the host runs ahead of the device.
         costs: measured seconds by unit of work; see :mod:`shardwise.insight.planning.clock`. Empty
@@ -144,36 +144,20 @@ class Link:
 
 
 #: From the makers' data sheets; where a sheet has numbers with sparsity, half of them. Memory is
-#: what torch reports. Of devices whose reported names fit both, the first counts: longer names
-#: stand first.
+#: what torch reports. Only devices on which a plan has been held against a run (benchmarks/gpu.md)
+#: or a published training (benchmarks/plan_published.py). Any other needs a file, or is measured.
 _DEVICES = (
-    # nvidia.com: HGX B200 (4.5 PFLOPS with sparsity)
-    ("b200", "B200", 178.4, 8.0e12, (2250e12, 75e12, 4500e12), "nvlink5"),
-    # nvidia.com: GH200 Grace Hopper Superchip data sheet
-    ("gh200", "GH200", 94.5, 4.0e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
-    # nvidia.com: H200 data sheet, NVL (1,671 TFLOPS with sparsity) and SXM (1,979)
-    ("h200-nvl", "H200 NVL", 139.8, 4.8e12, (835.5e12, 60e12, 1671e12), "nvlink4"),
+    # nvidia.com: H200 data sheet, SXM (1,979 TFLOPS with sparsity)
     ("h200", "H200", 139.8, 4.8e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
-    # nvidia.com: H100 data sheet, NVL, PCIe (product brief) and SXM
-    ("h100-nvl", "H100 NVL", 93.1, 3.9e12, (835.5e12, 60e12, 1671e12), "nvlink4"),
-    ("h100-pcie", "H100 PCIe", 79.2, 2.0e12, (756.5e12, 51.2e12, 1513e12), "pcie5"),
-    ("h100", "H100", 79.2, 3.35e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
+    # nvidia.com: H100 data sheet, SXM
+    ("h100", "H100 HBM3", 79.2, 3.35e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
     # the one of torchtitan's tables: 96 GB of HBM2e, 500 W
     ("h100-hbm2e", "", 95.0, 2.4e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
-    # nvidia.com: A100 data sheet, 80 GB and 40 GB
-    ("a100-40gb", "A100 40GB", 39.4, 1.555e12, (312e12, 19.5e12), "nvlink3"),
-    ("a100", "A100", 79.2, 2.039e12, (312e12, 19.5e12), "nvlink3"),
-    ("a40", "A40", 44.4, 696e9, (149.7e12, 37.4e12), "pcie4"),  # nvidia.com: A40 data sheet
-    # aws.amazon.com: EC2 G5 (140 TFLOPS with sparsity)
-    ("a10g", "A10G", 22.0, 600e9, (70e12, 35e12), "pcie4"),
-    ("a10", "A10", 22.0, 600e9, (125e12, 31.2e12), "pcie4"),  # nvidia.com: A10 data sheet
-    # nvidia.com: L40S and L4 data sheets (733 and 242 TFLOPS with sparsity)
-    ("l40s", "L40S", 44.4, 864e9, (362.05e12, 91.6e12, 733e12), "pcie4"),
-    ("l4", "L4", 22.0, 300e9, (121e12, 30.3e12, 242.5e12), "pcie4"),
-    # amd.com: Instinct MI300X data sheet; MI250X data sheet, both dies
-    ("mi300x", "MI300X", 192.0, 5.3e12, (1307.4e12, 163.4e12, 2614.9e12), "infinity-fabric"),
-    ("mi250x", "MI250X", 128.0, 3.2768e12, (383e12, 95.7e12), "infinity-fabric"),
+    # nvidia.com: A100 data sheet, 80 GB
+    ("a100", "A100 80GB", 79.2, 2.039e12, (312e12, 19.5e12), "nvlink3"),
 )
+#: Words by which variants with other figures than the devices above report themselves.
+_VARIANTS = frozenset({"NVL"})
 #: Share of the peak that matrix products reach: fitted on one published row each, by
 #: benchmarks/plan_published.py. The others are not fitted.
 FITTED = {"a100": 0.75, "h100-hbm2e": 0.48}
@@ -229,8 +213,8 @@ def device_reported_as(name: str) -> Device | None:
     words = name.replace("-", " ").split()  # CUDA joins some with hyphens
     for device in DEVICES.values():
         parts = device.reported_as.split()
-        # Word by word, so that no "A10" is found in "A100".
-        if parts and all(part in words for part in parts):
+        # Word by word, so that no "H200" is found in "GH200".
+        if parts and all(part in words for part in parts) and not _VARIANTS.intersection(words):
             return device
     return None
 
