@@ -175,6 +175,9 @@ def test_text_goes_on_from_any_document(tmp_path: Path, suffix: str, dealing: De
     assert sorted([*read, *held]) == sorted(documents)
     with pytest.raises(UserError, match="cannot be read: ValueError: a position"):
         next(source.training_texts(source.part(0, 2, dealing), {"examples_iterable": {}}))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"ValueError: found .* in .*latin\.txt, expected U"):
+        source_of(tmp_path / "latin.txt")
 
 
 @pytest.fixture(scope="module")

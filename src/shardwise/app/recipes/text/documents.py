@@ -48,6 +48,7 @@ _PIECE, _PIECES = 256, 400
 _TEXT = "text"  # what is read here
 _UTF_8 = "utf-8-sig"  # with or without a byte order mark
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_PACKAGES = {"json": "datasets", "parquet": "datasets"}  # that read them
 _CHATS = {"messages", "conversations", "instruction", "prompt"}  # fields of chats
 _BEGINNING = 1 << 20  # bytes of a file in which its first record is looked for
 
@@ -149,9 +150,7 @@ def find_documents(
         raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
     _check_no_chats_in(files, option)
     [builder] = builders
-    packages = {_COMPRESSED.get(file.suffix) for file in files} - {None}
-    if builder != _TEXT:
-        packages.add("datasets")
+    packages = {_COMPRESSED.get(file.suffix) for file in files} | {_PACKAGES.get(builder)}
     name = ", ".join(paths) or "the Python standard library's source"
     require_installed(f"{option} {name}", sorted(filter(None, packages)))
     return Documents(name, builder, None, tuple(files), tokenizer, validation=held)
@@ -240,12 +239,14 @@ class TextFiles:
             done = 0
 
     def _texts(self, path: Path) -> Iterator[str]:
-        with _opened(path) as file:
-            for is_blank, lines in itertools.groupby(file, lambda line: line == "\n"):
-                if is_blank:
-                    continue
-                paragraph = "".join(lines).rstrip("\n")
-                yield from self.pieces.findall(paragraph) if self.pieces else [paragraph]
+        try:
+            with _opened(path) as file:
+                for is_blank, lines in itertools.groupby(file, lambda line: line == "\n"):
+                    paragraph = "".join(lines).rstrip("\n")
+                    if not is_blank:
+                        yield from self.pieces.findall(paragraph) if self.pieces else [paragraph]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"found {error.reason} in {path}, expected UTF-8") from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""

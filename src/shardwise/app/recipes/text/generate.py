@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardwise import fully_shard
 from shardwise.app.recipes.core.model import Sampling, end_tokens, generate_tokens
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
+from shardwise.app.recipes.text.request import Request
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.say import say
@@ -31,29 +31,6 @@ from shardwise.pretrained.filling import fill
 from shardwise.wrap import AUTO, apply_wrap
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What ``shardwise generate`` is asked for.
-
-    Attributes:
-        source: a run, a checkpoint, a folder of ``save_pretrained``, or a name on the Hub.
-        prompt: what the text continues, or what the user says in a chat.
-        chat: whether the prompt goes through the tokenizer's chat template.
-        max_tokens: the most tokens to generate.
-        sampling: how they are drawn.
-        dtype: dtype of the parameters, by name; ``None``: as saved.
-        device: ``cpu``, ``cuda`` and so on.
-    """
-
-    source: str
-    prompt: str = ""
-    chat: bool = False
-    max_tokens: int = 200
-    sampling: Sampling = field(default_factory=Sampling)
-    dtype: str | None = None
-    device: str = "cpu"
-
-
 def generate(request: Request) -> None:
     """Generate text and print it as it comes: in this process, or as one rank of torchrun's world.
 
@@ -61,9 +38,9 @@ def generate(request: Request) -> None:
         UserError: there is no model or no tokenizer, or the prompt cannot be used.
     """
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu")
-    if request.device != "cpu":
-        device = devices.take(request.device, rank)
+    device, kind = devices.CPU, devices.default_type()
+    if kind != device.type:
+        device = devices.take(kind, rank)
     if "RANK" in os.environ:
         dist.init_process_group(devices.backends_for(device))
     try:
@@ -105,7 +82,12 @@ def _generate(request: Request, device: torch.device) -> None:
         model,
         prompt,
         request.max_tokens,
-        request.sampling,
+        Sampling(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+        ),
         vocab_size=min(1 + max(ids), rows),
         window=window,
         device=device,
@@ -135,7 +117,7 @@ def _load(request: Request, device: torch.device) -> PreTrainedModel:
 
         return open_merged(adapters)
 
-    dtype = request.dtype or "auto"
+    dtype = "auto" if request.dtype is None else request.dtype.name.lower()
     with opened() as source:
         model = build_from(
             source, where, request.source, model_class=AutoModelForCausalLM, dtype=dtype
