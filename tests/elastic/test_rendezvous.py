@@ -17,9 +17,10 @@ from shardwise.base.errors import UserError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.clock import Clock
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
-from shardwise.elastic.membership import JobState, Next, Verdict
+from shardwise.elastic.membership import HostLoss, HostReport, JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
+from shardwise.elastic.registry import Presence, Registry
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from tests.elastic.strangers import server_of
 from tests.waiting import wait_until
@@ -385,6 +386,15 @@ def test_another_program_at_the_port_is_told_from_host_0() -> None:
         start_alone(Nodes(2, 1, "127.0.0.1", port, timeout=10))
 
 
+def test_a_host_0_of_another_version_is_told_from_one_of_this() -> None:
+    listener = listening("127.0.0.1")
+    port = listener.getsockname()[1]
+    with contextlib.closing(Registry(listener, b"", HostReport)) as registry:
+        registry.publish({"hosts": []})
+        with pytest.raises(UserError, match="another version of Shardwise; install the same"):
+            start_alone(Nodes(2, 1, "127.0.0.1", port, timeout=10))
+
+
 def start_alone(nodes: Nodes) -> None:
     mine = Rendezvous(nodes, 1, 0)
     try:
@@ -598,13 +608,47 @@ def test_a_silent_host_0_needs_a_majority_of_the_others(
     go_on()
 
 
-@pytest.mark.parametrize("place", ["_turn", "_decide"])
+@pytest.mark.parametrize(
+    ("closed", "silence", "refuses", "suspended", "loss"),
+    [
+        ("", 9.0, False, 0.0, None),
+        ("", 11.0, True, 0.0, (HostLoss.SILENT, "no sign of life for 10 s")),
+        ("", None, True, 0.0, (HostLoss.SILENT, "no sign of life for 10 s")),  # it said goodbye
+        ("cut", None, True, 0.0, (HostLoss.DEAD, "cut")),
+        ("cut", None, False, 0.0, (HostLoss.SILENT, "cut")),
+        ("cut", None, True, 6.0, (HostLoss.SILENT, "cut")),  # the others may have continued
+    ],
+)
+def test_a_host_is_dead_only_if_its_system_says_so_to_a_host_that_was_awake(
+    monkeypatch: pytest.MonkeyPatch,
+    closed: str,
+    silence: float | None,
+    refuses: bool,
+    suspended: float,
+    loss: tuple[HostLoss, str] | None,
+) -> None:
+    now = 0.0
+    clock = Clock(lambda: now)
+    place = Rendezvous(Nodes(2, 0, "127.0.0.1", 1), 1, 0, clock=clock)
+    monkeypatch.setattr(rendezvous, "_refuses", lambda *_: refuses)
+    state = JobState(hosts=[membership.Host("other", 1, "127.0.0.1")])
+    heard = {} if silence is None else {"other": silence}
+    presence = Presence[HostReport]({}, heard, {"other": closed} if closed else {})
+    if not closed:
+        assert place._losses(state, presence) == {}, "it may not have found the new place yet"
+    for _ in range(24):
+        now += 0.5
+        place._losses(state, presence)
+    now += suspended
+    assert place._losses(state, presence).get("other") == loss
+
+
 def test_a_host_0_that_wakes_does_not_take_those_that_have_ended_for_dead(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, place: str
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = job("1:3", restarts=1, odd=0)
     first, second, third = it.begin_to_step(3)
-    go_on = first.suspend(before=place)
+    go_on = first.suspend(before="_decide")
     monkeypatch.setattr(rendezvous, "SILENCE", 1.0)
     second.vanish()
     third.vanish()
