@@ -304,6 +304,18 @@ def test_a_server_that_stays_away_is_an_error() -> None:
     a.optimizer.leave()
 
 
+def test_a_thread_that_fails_is_an_error_and_no_hang() -> None:
+    with trial(2) as world:
+        a, _ = world.joined(2)
+
+        def fail(plan: object) -> None:
+            raise MemoryError("none is left")
+
+        a.membership._serve = fail  # type: ignore[method-assign,assignment]
+        with pytest.raises(PeerLostError, match=r"lost the quorum at .*: MemoryError"):
+            a.step(1.0)
+
+
 def test_time_for_which_a_replica_was_suspended_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -168,6 +168,24 @@ def test_a_number_is_taken_once_and_a_place_is_kept_for_host_0(clock: Clock) -> 
     assert job.admit(make_host(0)) is None
 
 
+@pytest.mark.parametrize(
+    ("terms", "why"),
+    [
+        ({"--nproc": 2, "--lr": 0.1}, "--nproc: found 2, expected 1, as host 0 has"),
+        ({"--nproc": 1, "--lr": 0.2}, "--lr: found 0.2, expected 0.1, as host 0 has"),
+        ({"--nproc": 1}, "--lr: found None, expected 0.1, as host 0 has"),
+        ({"--nproc": 1, "--lr": 0.1, "--mesh": "x"}, "--mesh: found x, expected None, as host 0"),
+    ],
+)
+def test_hosts_have_to_agree_with_host_0(clock: Clock, terms: dict[str, object], why: str) -> None:
+    job = Job(ELASTIC, clock)
+    job.state.terms = {"--nproc": 1, "--lr": 0.1}
+    reports = {"other": HostReport(1, "10.0.0.1", terms=terms)}
+    job.state.look(reports, {}, job.nodes, job.timers)
+    assert job.state.hosts == []
+    assert job.state.parted["other"].text.startswith(why)
+
+
 def test_a_fixed_job_that_has_started_takes_nobody_in(clock: Clock) -> None:
     job = Job(FIXED, clock)
     job.begin(2)

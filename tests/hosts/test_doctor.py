@@ -170,26 +170,6 @@ def test_what_is_wrong_on_one_host_is_reported_on_all(hosts: Pair, tmp_path: Pat
         assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow[0]
 
 
-def test_a_host_with_another_token_is_kept_out_and_told(hosts: Pair, idle: dict[str, str]) -> None:
-    other = {"SHARDWISE_RDZV_TOKEN": "the token of another job"}
-    guests = Guest(hosts[0], 0, env=TOKEN | idle), Guest(hosts[1], 1, env=other | idle)
-    alone, refused = diagnose(*guests, timeout=3)
-    assert (alone.code, refused.code) == (1, 1)
-    assert "no host has rank 1" in alone.of("node ranks", "fail")[0]
-    assert "found another token" in refused.of("rendezvous", "fail")[0]
-
-
-def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair, idle: dict[str, str]) -> None:
-    guests = [Guest(hosts[min(at, 1)], min(at, 1), 3, env=idle) for at in range(3)]
-    for each in diagnose(*guests):
-        assert each.code == 1
-        assert each.of("rendezvous", "ok") == ["found 3 hosts; no token keeps others out"]
-        wrong = " ".join(each.of("node ranks", "fail"))
-        assert "rank 1 is used by 2 hosts" in wrong
-        assert "no host has rank 2" in wrong
-        assert len(each.of("links", "ok")) + len(each.of("links", "warn")) == 6
-
-
 def test_ports_that_are_blocked_are_found_and_nothing_hangs(
     hosts: Pair, idle: dict[str, str]
 ) -> None:

@@ -1,8 +1,4 @@
-"""Jobs that a host joins, leaves, and is lost from.
-
-The rules of joining are tested in ``tests/elastic/test_joining.py``; here are commands as their
-users start them, without torch and with it.
-"""
+"""Trainings that a host joins, leaves, and is lost from, as their users start them."""
 
 from __future__ import annotations
 
@@ -28,50 +24,6 @@ pytestmark = needs_hosts
 Pair = tuple[Host, Host]
 WAIT = 120.0  # seconds that anything may take on a busy machine
 PORT = 29413
-
-RANK = """
-import signal, sys, time
-from pathlib import Path
-from shardwise.elastic.errors import Stopped
-from shardwise.elastic.rank import run_rank
-from shardwise.elastic.world import find_world
-
-here, attempt = Path(sys.argv[1]), sys.argv[2]
-
-def body(world, signals):
-    stop = here / f"stop {attempt}"  # what ranks exchange at every step
-    with signals.deferred():
-        signals.stepped()
-        (here / f"round {attempt}: rank {world.rank} of {world.size}").touch()
-        while not (signals.noted or stop.exists()):
-            time.sleep(0.02)
-    stop.touch()
-    (here / f"saved {attempt}: rank {world.rank}").touch()
-    raise Stopped(signals.noted or signal.SIGTERM, f"Stopped in round {attempt}.")
-
-run_rank(find_world(), body)
-"""
-
-JOB = """
-import sys
-from dataclasses import replace
-from shardwise.elastic import membership, rendezvous, restarts
-from shardwise.base.errors import UserError
-from shardwise.elastic.hosts import Nodes
-
-rendezvous._GUIDING, membership.LAST_CALL = 0.2, 0.2
-script, folder, rank, lr = sys.argv[1:]
-nodes = Nodes.of("1:2", None if rank == "none" else int(rank), "10.77.0.1:29413", 60.0)
-
-def command(attempt):
-    return [sys.executable, script, folder, str(attempt)]
-
-try:
-    sys.exit(restarts.run_job(command, 1, 1, replace(nodes, options={"--lr": lr})))
-except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
 
 # The command itself, except for the time that it waits for more hosts.
 TRAIN = """
@@ -104,67 +56,6 @@ def kill(command: Program) -> None:
     for process in [parent, *parent.children(recursive=True)]:  # it might report its ranks
         process.kill()
     command.communicate()
-
-
-def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    (tmp_path / "job.py").write_text(JOB)
-
-    def come(place: int, rank: str, lr: str = "0.1") -> Program:
-        env = {"PYTHONPATH": str(tmp_path)}
-        return start(hosts[place], "job", str(script), str(seen), rank, lr, env=env)
-
-    def has_begun(attempt: int, size: int) -> bool:
-        return all((seen / f"round {attempt}: rank {r} of {size}").exists() for r in range(size))
-
-    first = come(0, "0")
-    wait_for(lambda: has_begun(0, 1), first)
-    other = come(1, "none", lr="0.2")
-    _, told = other.communicate(timeout=WAIT)
-    assert (other.returncode, told) == (
-        2,
-        "error: --lr: found 0.2, expected 0.1, as host 0 has\n",
-    )
-    second = come(1, "none")
-    wait_for(lambda: has_begun(1, 2), first)
-    assert (seen / "saved 0: rank 0").exists()
-    kill(second)
-    wait_for(lambda: has_begun(2, 1), first)
-    again = come(1, "none")
-    wait_for(lambda: has_begun(3, 2), first)
-    assert (seen / "saved 2: rank 0").exists()
-    again.send_signal(signal.SIGTERM)
-    _, told = again.communicate(timeout=WAIT)
-    # It may be among the others before it has seen that they save first.
-    first_line = "hosts      the other hosts finish a step, and continue with this host"
-    lines = [line for line in told.splitlines() if line != first_line]
-    assert (again.returncode, lines) == (
-        128 + signal.SIGTERM,
-        [
-            "hosts      2 hosts; rank 1 of 2 here",
-            "hosts      this host leaves; the job continues without it",
-        ],
-    )
-    wait_for(lambda: has_begun(4, 1), first)
-    first.send_signal(signal.SIGTERM)
-    _, told = first.communicate(timeout=WAIT)
-    joins = [
-        "hosts      host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts",
-        "hosts      continuing with 2 hosts",
-        "hosts      2 hosts; rank 0 of 2 here",
-    ]
-    lost = "host 1 (10.77.0.2) was lost: the connection was closed; continuing with 1 host"
-    alone = "hosts      1 host; rank 0 of 1 here"
-    left = "hosts      host 1 (10.77.0.2) left; continuing with 1 host"
-    assert told.splitlines() == [
-        *(alone, *joins, f"restart    {lost}"),
-        *(alone, *joins, left),
-        *(alone, "Stopped in round 4."),
-    ]
-    assert first.returncode == 128 + signal.SIGTERM
 
 
 class Training:

@@ -247,17 +247,18 @@ class ReplicaSession:
 
         Raises:
             RanksDivergedError: the others have another model or other settings.
-            PeerLostError: the server has been out of reach for too long.
+            PeerLostError: the server has been out of reach for too long, or the thread that keeps
+                in touch with it has failed.
         """
         refused = self._plan.refused.get(self.incarnation)
         if refused is not None:
             raise RanksDivergedError(refused)
+        lost = f"replica {self.replica} has lost the quorum at {self._server}"
+        if self._touch.error is not None:
+            raise PeerLostError(f"{lost}: {self._touch.error!r}") from self._touch.error
         lost_at = self._lost_at
         if lost_at is not None and self._clock.now() - lost_at > self.timeout:
-            raise PeerLostError(
-                f"replica {self.replica} has lost the quorum at {self._server} for "
-                f"{self.timeout:g} s: {self._lost_why}"
-            )
+            raise PeerLostError(f"{lost} for {self.timeout:g} s: {self._lost_why}")
 
     # -- waiting -----------------------------------------------------------------------------------
 

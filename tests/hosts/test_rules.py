@@ -1,7 +1,8 @@
-"""Jobs that lose host 0, where the others met: the others meet elsewhere, or end and say so.
+"""One run over hosts for each rule of a job that only hosts can show; ranks are small scripts.
 
-Mostly they wait until it is certain that host 0 is gone. So all jobs run at once, each over hosts
-of its own, and the tests look at their results.
+The rules themselves are in ``tests/elastic/test_membership.py``, and how hosts meet in
+``tests/elastic/test_rendezvous.py``. Mostly these jobs wait until it is certain that a host is
+gone. So all run at once, each over hosts of its own, and the tests look at their results.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._hosts import switched_hosts
 from tests.hosts.network import needs_hosts
 from tests.hosts.scripted import WHERE, Job
 
@@ -62,29 +64,28 @@ def cut_off_from_one_other(folder: Path) -> Ended:
         return job.ended()
 
 
-def killed_with_another(folder: Path) -> Ended:
-    """Kill host 0 and the one to which the others would move."""
-    with Job.over(3, folder, "3", ends=[1]) as job:
-        job.commands[0].kill()
-        job.commands[1].kill()
-        job.wait_for(1, 1)
+def stopped(folder: Path) -> Ended:
+    """Interrupt one host of two."""
+    with Job.over(2, folder, "2") as job:
+        job.commands[1].program.send_signal(signal.SIGINT)
         return job.ended()
 
 
-def killed_one_after_the_other(folder: Path) -> Ended:
-    """Kill host 0, and then the one to which the others have moved."""
-    with Job.over(3, folder, "3", restarts=2, ends=[2]) as job:
-        job.commands[0].kill()
+def joined(folder: Path) -> Ended:
+    """Let a host join, kill it, and let it come back and leave; then stop host 0."""
+    with switched_hosts(2) as hosts:
+        job = Job(hosts, folder, "1:2")
+        first = job.start(0, 0)
+        job.wait_for(0, 1)
+        second = job.start(1)
         job.wait_for(1, 2)
-        job.commands[1].kill()
+        second.kill()
         job.wait_for(2, 1)
-        return job.ended()
-
-
-def killed_without_restarts(folder: Path) -> Ended:
-    """Kill host 0 of a job that may not restart."""
-    with Job.over(3, folder, "3", restarts=0) as job:
-        job.commands[0].kill()
+        again = job.start(1)
+        job.wait_for(3, 2)
+        again.program.send_signal(signal.SIGTERM)
+        job.wait_for(4, 1)
+        first.program.send_signal(signal.SIGTERM)
         return job.ended()
 
 
@@ -94,9 +95,8 @@ JOBS = (
     paused_with_one_other,
     cut_off,
     cut_off_from_one_other,
-    killed_with_another,
-    killed_one_after_the_other,
-    killed_without_restarts,
+    stopped,
+    joined,
 )
 
 Jobs = Mapping[Callable[[Path], Ended], Future[Ended]]
@@ -169,21 +169,33 @@ def test_of_two_hosts_that_cannot_reach_each_other_only_host_0_continues(jobs: J
     assert_ends(other, SILENT)
 
 
-def test_two_hosts_are_killed_at_once(jobs: Jobs) -> None:
-    *_, last = jobs[killed_with_another].result()
-    lost = [f"host {i} (10.77.0.{i + 1}) was lost: {CLOSED}" for i in range(2)]
-    assert_continue([last], f"{'; '.join(lost)}; continuing with 1 host")
+def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(jobs: Jobs) -> None:
+    zero, other = jobs[stopped].result()
+    assert (zero[0], other[0]) == (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    for _, told in (zero, other):
+        assert told == "Stopped in round 0.\n"
 
 
-def test_the_host_to_which_the_others_moved_is_killed_too(jobs: Jobs) -> None:
-    *_, (code, told) = jobs[killed_one_after_the_other].result()
-    assert code == 0
-    assert told.splitlines() == [
-        f"restart    host 0 (10.77.0.1) was lost: {CLOSED}; continuing with 2 hosts",
-        f"restart    host 1 (10.77.0.2) was lost: {CLOSED}; continuing with 1 host",
+def test_a_host_joins_is_lost_comes_back_and_leaves(jobs: Jobs) -> None:
+    zero, _, again = jobs[joined].result()
+    joins = [
+        "hosts      host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts",
+        "hosts      continuing with 2 hosts",
+        "hosts      2 hosts; rank 0 of 2 here",
     ]
-
-
-def test_without_restarts_the_others_end_and_say_how_to_go_on(jobs: Jobs) -> None:
-    for ended in jobs[killed_without_restarts].result()[1:]:
-        assert_ends(ended, CLOSED)
+    lost = f"host 1 (10.77.0.2) was lost: {CLOSED}; continuing with 1 host"
+    alone = "hosts      1 host; rank 0 of 1 here"
+    left = "hosts      host 1 (10.77.0.2) left; continuing with 1 host"
+    assert zero[0] == 128 + signal.SIGTERM
+    assert zero[1].splitlines() == [
+        *(alone, *joins, f"restart    {lost}"),
+        *(alone, *joins, left),
+        *(alone, "Stopped in round 4."),
+    ]
+    # It may be among the others before it has seen that they save first.
+    first_line = "hosts      the other hosts finish a step, and continue with this host"
+    assert again[0] == 128 + signal.SIGTERM
+    assert [line for line in again[1].splitlines() if line != first_line] == [
+        "hosts      2 hosts; rank 1 of 2 here",
+        "hosts      this host leaves; the job continues without it",
+    ]
