@@ -17,7 +17,7 @@ DOORS = {
     "timeline.record": ("shardwise.timeline.record", 7366, 33),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        42950,
+        42710,
         177,
     ),
 }
