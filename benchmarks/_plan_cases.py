@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _models import PRESETS, build
 from shardwise import materialize
-from shardwise.app.recipes.core.build import DTYPES
-from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks
 from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.rehearsal import make_batch, program_of
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.program import TrainingStep
 from shardwise.insight.schema.sharding import PrecisionName, TransportName
-from shardwise.optim.norms import clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -90,37 +86,18 @@ class Training:
 
     def __init__(self, case: Case) -> None:
         settings, blueprint = case.settings, case.blueprint()
-        plan = settings.sharding
-        checkpoint_blocks(blueprint.blocks, settings.activation_checkpointing)
-        shard_blocks(
-            blueprint.model,
-            blueprint.blocks,
-            mesh=plan.sharding_mesh(plan.make_mesh("cpu")),
-            reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(DTYPES[settings.param_dtype], torch.float32),
-            placement=blueprint.placement,
-            transport=case.transport,
-        )
-        self._model: Any = materialize(blueprint.model.train())
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        self._batches = [self._batch(case) for _ in range(case.accumulate)]
+        program = program_of(blueprint, settings)
+        program.prepare()
+        program.shard(settings.sharding.make_mesh("cpu"))
+        materialize(program.model.train())
+        self._step = TrainingStep(program=program, optimizer=program.make_optimizer())
+        self._batches = [
+            make_batch(settings, program.model, str(case)) for _ in range(case.accumulate)
+        ]
 
     def step(self) -> None:
         """Take an optimizer step."""
-        for micro, batch in enumerate(self._batches):
-            if len(self._batches) > 1:
-                self._model.set_requires_gradient_sync(micro == len(self._batches) - 1)
-            loss = self._model(**batch).loss
-            (loss / len(self._batches)).backward()
-            del loss
-        clip_grad_norm_(list(self._model.parameters()), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _batch(self, case: Case) -> dict[str, torch.Tensor]:
-        config = self._model.config
-        if case.is_text:
-            tokens = torch.randint(config.vocab_size, (1, case.size))
-            return {"input_ids": tokens, "labels": tokens}
-        pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (case.size,))}
+        count = len(self._batches)
+        deque(self._step.backward(self._batches, count, count), maxlen=0)  # which keeps no loss
+        self._step.norm()
+        self._step.update()

@@ -27,7 +27,6 @@ from _options import Content, end, listed, parser, plain, positive_int, run, who
 from _report import Table
 from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
-from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.replicas import replicas_of
@@ -38,6 +37,7 @@ from shardwise.base.observe import Activity, Memory, Route, observing
 from shardwise.diloco import DiLoCo, OuterSGD, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import Strategy
+from shardwise.insight.optimizers import set_lr
 from shardwise.insight.schema.sharding import ShardingConfig, TransportName
 from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig, OptimizerName
 
@@ -126,7 +126,7 @@ class DilocoWorker:
         place = place_for(train, world, torch.device("cpu"))
         text = load_text((), length)
         self._task = config.assemble()(LmInputs(config, config.settings(), text), place)
-        self._model: Any = self._task.model
+        self._model: Any = self._task.module
         self._optimizer = self._task.optimizer
         self._clip, self._held_back = train.optimizer.clip_grad, text.validation
         if start is not None:
@@ -158,7 +158,7 @@ class DilocoWorker:
             for step in range(begin, end):
                 set_lr(self._optimizer, task.schedule(Position(step + 1, 0)), settings.lr)
                 first = (step * settings.ranks + dist.get_rank()) * settings.batch
-                loss = task.loss(self._model, task.data.batch(first, settings.batch))
+                loss = task.program.loss(self._model, task.data.batch(first, settings.batch))
                 loss.backward()  # type: ignore[no-untyped-call]
                 clip_grad_norm_(list(self._model.parameters()), self._clip)
                 self._optimizer.step()

@@ -48,11 +48,11 @@ from _report import Table
 from _worlds import World
 from diloco import summed_loss
 from shardwise import checkpoint, fully_shard
-from shardwise.app.recipes.core.build import make_optimizer
 from shardwise.app.recipes.core.model import build, initialize
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
+from shardwise.insight.optimizers import make_optimizer
 from shardwise.insight.planning.presets import LLAMAS
 from shardwise.insight.schema.training import OptimizerConfig
 

@@ -38,7 +38,8 @@ from _options import Content, end, one_of, parser, positive_int, run
 from _report import Table, compared, mib
 from _turns import Turns
 from _worlds import World
-from shardwise.app.recipes.core.build import learning_rate, make_optimizer
+from shardwise.app.recipes.core.build import learning_rate
+from shardwise.insight.optimizers import make_optimizer
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 from shardwise.optim import muon_groups
 

@@ -92,7 +92,8 @@ INNER_LAYERS = {
     ],
     "insight": [
         ["schema", "blueprint", "audit"],
-        ["step"],
+        ["optimizers"],
+        ["program"],
         ["inspect"],
         ["planning"],
         ["proof"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise._torch import fsdp
-from shardwise.app.recipes.core.build import shard
-from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
+from shardwise.frontends.strategies import DATA, WantedMesh
+from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.planning.rehearsal import program_of
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import PrecisionName
 from tests.worlds import on_processes
 
 pytest.importorskip("transformers")
@@ -86,11 +88,11 @@ def test_routers_compute_in_float32(rank: int, world_size: int, tmp_path: Path) 
     else:
         assert "keeps parameters of" in says[0]
 
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    config = ShardingConfig(shard_dtype=PrecisionName.BF16)
-    plan = SimpleNamespace(sharding_mesh=lambda mesh: mesh, reshard_after_forward=True)
-    place: Any = SimpleNamespace(plan=plan, mesh=mesh)
-    shard(model, list(model.model.layers), config, place)
+    mesh = WantedMesh((DATA,), (world_size,))
+    settings = Settings(mesh=mesh, shard_dtype=PrecisionName.BF16)
+    program = program_of(Blueprint("model", model, list(model.model.layers)), settings)
+    program.prepare()
+    program.shard(init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names))
     assert _used(model) == kept, "shardwise train"
     assert model.model.layers[1].mlp.gate.weight.dtype == FP32

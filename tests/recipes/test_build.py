@@ -12,11 +12,9 @@ from torch import nn
 from shardwise.app.recipes.core.build import (
     count,
     learning_rate,
-    make_optimizer,
-    make_sgd,
-    set_lr,
 )
 from shardwise.base.errors import UserError
+from shardwise.insight.optimizers import make_optimizer, set_lr
 from shardwise.insight.schema.training import (
     OptimizerConfig,
     OptimizerName,
@@ -65,7 +63,7 @@ def test_a_model_of_one_kind_of_parameters_has_no_empty_group() -> None:
 
 def test_sgd_decays_everything_that_it_trains(model: nn.Sequential) -> None:
     config = SgdConfig(lr=0.1, momentum=0.8, weight_decay=0.01)
-    (group,) = make_sgd(model, config).param_groups
+    (group,) = make_optimizer(model, config).param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.8, 0.01)
     assert [id(p) for p in group["params"]] == [id(p) for p in model[:2].parameters()]
 
@@ -124,7 +122,7 @@ def test_settings_by_names_go_with_every_optimizer(
 
 def test_settings_by_names_go_with_sgd_of_the_image_recipe(model: nn.Sequential) -> None:
     config = SgdConfig(lr=0.1, param_groups=("1.*:weight_decay=0",))
-    rest, norm = make_sgd(model, config).param_groups
+    rest, norm = make_optimizer(model, config).param_groups
     assert (rest["param_names"], rest["weight_decay"]) == (["0.weight", "0.bias"], 1e-4)
     assert (norm["param_names"], norm["weight_decay"]) == (["1.weight", "1.bias"], 0.0)
 

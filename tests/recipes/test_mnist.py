@@ -99,12 +99,14 @@ def evaluate(rank: int, world_size: int, folder: Path) -> None:
         dots = Dots()
         data = ImageData("dots", dots, dots, ["a", "b", "c"])
         place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
+        program: Any = SimpleNamespace(
+            model=model, make_optimizer=lambda: torch.optim.SGD(model.parameters())
+        )
         task = vision_task(
             config.check(world),
             place,
             data,
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters()),
+            program=program,
             schedule=lambda step: 1.0,
             load=lambda file: model,
             loaded_into="itself",

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
-from shardwise.app.recipes.core.build import make_optimizer, shard, shard_bytes
+from shardwise.app.recipes.core.build import program_of, shard, shard_bytes
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
@@ -99,22 +99,36 @@ def _planned(model: PreTrainedModel, ranks: int, nested: bool = True) -> Report:
     )
 
 
-def _built(model: PreTrainedModel, config: ShardingConfig, place: TrainContext) -> None:
+def _built(
+    model: PreTrainedModel,
+    config: ShardingConfig,
+    place: TrainContext,
+    nested: bool = True,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
     layers = decoder_layers(model)
-    shard(model, layers, config, place, vit_placement, layers)
-    initialize(model, 0)
+    blueprint = Blueprint("vit", model, layers if nested else [], placement=vit_placement)
+    program = program_of(blueprint, _train(config), place, classification_loss)
+    shard(program, place)
+    initialize(model, seed)
+    optimizer = program.make_optimizer()
+    assert optimizer is not None
+    return optimizer
 
 
-def _place(config: ShardingConfig, rank: int, world_size: int) -> TrainContext:
-    world = World(rank, world_size, rank, world_size)
-    train = TrainConfig(
+def _train(config: ShardingConfig) -> TrainConfig:
+    return TrainConfig(
         steps=1,
         batch_size=1,
         optimizer=OptimizerConfig(lr=1e-3),
         output=OutputConfig(out=Path("out")),
         sharding=config,
     )
-    return place_for(train, world, torch.device("cpu"))
+
+
+def _place(config: ShardingConfig, rank: int, world_size: int) -> TrainContext:
+    world = World(rank, world_size, rank, world_size)
+    return place_for(_train(config), world, torch.device("cpu"))
 
 
 #: By the number of replicas, whether every block is a group of its own.
@@ -130,9 +144,7 @@ def _build_on_meshes(rank: int, world_size: int, planned: Mapping[int, list[int]
         config = ShardingConfig(strategy=strategy, replicas=replicas)
         plan = resolve_sharding(config, world_size)
         model = build_classifier(UNEVEN, CLASSES)
-        layers, place = decoder_layers(model), _place(config, rank, world_size)
-        shard(model, layers if nested else [], config, place, vit_placement, layers)
-        initialize(model, 3)
+        _built(model, config, _place(config, rank, world_size), nested, seed=3)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
         position = rank % plan.shape[-1]
@@ -196,12 +208,12 @@ def _measure(rank: int, world_size: int, stored: int, needed: RankBytes) -> dict
         optimizer.zero_grad()
 
     small = build_classifier(UNEVEN, CLASSES)  # imports, connections and threads are not counted
-    _built(small, config, place)
-    step(small, make_optimizer(small, OptimizerConfig(lr=1e-3)))
+    step(small, _built(small, config, place))
     gc.collect()
     model = build_classifier(WIDE, CLASSES)
-    found = {"build": extra_memory(lambda: _built(model, config, place))}
-    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3))
+    made: list[torch.optim.Optimizer] = []
+    found = {"build": extra_memory(lambda: made.append(_built(model, config, place)))}
+    (optimizer,) = made
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
     found["step"] = stored + needed.optimizer + extra_memory(lambda: step(model, optimizer))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ class Blueprint:
         tensor_parallel: torch's parallel styles by module name, for a mesh with a ``tp`` dimension.
         heads: numbers that the size of ``tp`` has to divide, by what they count.
         placement: the ``shard_placement_fn`` of ``fully_shard``; ``None`` for its default.
+        recomputed: the modules whose activations may be recomputed; ``None``: the blocks.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Blueprint:
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     placement: Callable[[nn.Parameter], Shard | None] | None = None
+    recomputed: Sequence[nn.Module] | None = None
 
     def check_mesh(self, mesh: WantedMesh) -> None:
         """Check that tensor parallelism divides the model.
@@ -53,8 +55,8 @@ class Blueprint:
             found = f"{mesh} for {self.name}, which has no tensor parallel plan"
             raise MeshError(found, "data parallel dimensions only")
 
-    def copied(self) -> tuple[nn.Module, list[nn.Module]]:
-        """A copy of the model on the meta device, wherever it is itself, and its blocks."""
+    def copied(self) -> Blueprint:
+        """The same of a copy of the model, on the meta device wherever the model is itself."""
         copies: dict[int, Any] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if not tensor.is_meta:
@@ -64,7 +66,13 @@ class Blueprint:
                     nn.Parameter(without, tensor.requires_grad) if is_parameter else without
                 )
         model = copy.deepcopy(self.model, copies)
-        return model, [copies[id(block)] for block in self.blocks]
+        recomputed = self.recomputed
+        return replace(
+            self,
+            model=model,
+            blocks=[copies[id(each)] for each in self.blocks],
+            recomputed=None if recomputed is None else [copies[id(each)] for each in recomputed],
+        )
 
 
 def apply_tensor_parallelism(

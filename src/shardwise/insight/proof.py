@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import json
 import math
 import os
@@ -48,22 +47,16 @@ from shardwise.checkpoint.ranks.loading import load
 from shardwise.checkpoint.ranks.saving import save
 from shardwise.elastic.call import launch
 from shardwise.elastic.world import environment
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import Runtime
 from shardwise.frontends.watch_ranks import watch_ranks
 from shardwise.insight.inspect.text import Cells, rendered
 from shardwise.insight.planning.api import make_plan, with_functions, with_sequence
 from shardwise.insight.planning.models import find_model
-from shardwise.insight.planning.rehearsal import (
-    compute_loss,
-    make_batch,
-    make_optimizer,
-    shard_model,
-)
+from shardwise.insight.planning.rehearsal import make_batch, program_of
 from shardwise.insight.planning.settings import Settings, UntraceableError
+from shardwise.insight.program import TrainingStep
 from shardwise.insight.schema.sharding import PrecisionName
-from shardwise.insight.step import TrainingStep
 from shardwise.sharding.tree import every_tensor_in
 
 #: The largest difference of gradients from one process, as a share of the largest value. Rounding
@@ -178,25 +171,16 @@ class _Training:
         self._settings = with_sequence(blueprint, settings)
         self._name = type(blueprint.model).__name__
         self.model = materialize(blueprint.model, device=device).to(device).train()
-        if trial.runtime is None:
-            mode = settings.activation_checkpointing
-            checkpoint_blocks(blueprint.blocks, mode, settings.recompute_every)
-            self._first, self._ranks = 0, settings.mesh.size
-        else:
+        way = replace(self._settings, runtime=trial.runtime or Runtime.SHARDWISE)
+        program = program_of(blueprint, way)
+        program.prepare()
+        self._first, self._ranks = 0, settings.mesh.size
+        if trial.runtime is not None:
             world = settings.world
-            mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=world.names)
-            blocks = list(blueprint.blocks)
-            way = replace(settings, runtime=trial.runtime)
-            shard_model(self.model, blocks, blueprint, way, mesh)
+            program.shard(init_device_mesh(device.type, world.shape, mesh_dim_names=world.names))
             self._first, self._ranks = dist.get_rank(), 1
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        self.optimizer = make_optimizer(settings, self.model, params)
-        self._one = TrainingStep(
-            model=self.model,
-            loss=functools.partial(compute_loss, self._settings),
-            optimizer=self.optimizer,
-            max_norm=settings.max_norm,
-        )
+        self.optimizer = program.make_optimizer()
+        self._one = TrainingStep(program=program, optimizer=self.optimizer)
 
     def backward(self, step: int) -> float:
         """Run the microbatches of this process, and return their mean loss."""
@@ -206,7 +190,7 @@ class _Training:
 
     def forward(self, step: int, at: int) -> torch.Tensor:
         """Run the forward of a microbatch alone."""
-        return self._one.loss(self.model, self._batch(step, at))
+        return self._one.program.loss(self.model, self._batch(step, at))
 
     def _batch(self, step: int, at: int) -> Any:
         """Make a microbatch. What it and its forward draw depends on its number alone."""

@@ -21,13 +21,11 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity
 from shardwise.elastic.call import launch
 from shardwise.elastic.world import usable_cores
-from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.blueprint import Blueprint
@@ -36,10 +34,10 @@ from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, s
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase
 from shardwise.insight.planning.models import build, of_module
 from shardwise.insight.planning.presets import llama_settings
-from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.rehearsal import make_batch, program_of, rehearse
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.program import TrainingStep
 from shardwise.insight.schema.sharding import PrecisionName, TransportName
-from shardwise.insight.step import TrainingStep
 from shardwise.timeline.rank import RankTimeline
 from shardwise.timeline.recording import PATIENCE, Recording
 
@@ -178,29 +176,17 @@ def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[Ran
 def _stepper(training: SmallTraining, device: torch.device) -> Callable[[], None]:
     """Return what takes a step, as trainings do."""
     torch.manual_seed(0)
-    blueprint = training.blueprint()
-    dtype = None if training.param_dtype is None else torch.bfloat16
-    shard_blocks(
-        blueprint.model,
-        list(blueprint.blocks),
-        mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
-        reshard_after_forward=True,
-        precision=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        transport=training.transport,
-    )
-    model = materialize(blueprint.model.train(), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(_VOCABULARY, (1, training.tokens), device=device)
-
-    one = TrainingStep(
-        model=model,
-        loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
-        optimizer=optimizer,
-        max_norm=1.0,
-    )
+    blueprint, settings = training.blueprint(), training.settings(dist.get_world_size())
+    program, world = program_of(blueprint, settings), settings.world
+    program.prepare()
+    program.shard(init_device_mesh(device.type, world.shape, mesh_dim_names=world.names))
+    materialize(program.model.train(), device=device)
+    with device:
+        batch = make_batch(settings, program.model, blueprint.name)
+    one = TrainingStep(program=program, optimizer=program.make_optimizer())
 
     def step() -> None:
-        list(one.backward([tokens], 1, 1))
+        list(one.backward([batch], 1, 1))
         with observe.during(Activity.OPTIMIZER, "clipping"):
             one.norm()
         one.update()

@@ -20,8 +20,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise import FSDPModule, materialize
-from shardwise.app.recipes.core.build import compile_blocks, make_optimizer, make_sgd, shard
+from shardwise import materialize
+from shardwise.app.recipes.core.build import compile_blocks, shard
 from shardwise.app.recipes.core.model import (
     build_classifier,
     config_json,
@@ -41,12 +41,12 @@ from shardwise.app.recipes.vision.task import (
     curve_of,
     example_of,
     load_plain,
+    vision_program,
     vision_task,
 )
 from shardwise.checkpoint import load_weights
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import vit_placement
-from shardwise.insight.schema.training import OptimizerConfig, SgdConfig
 from shardwise.wrap import repeated_blocks
 
 
@@ -55,29 +55,27 @@ def assemble(inputs: VisionInputs[ImageFolderConfig], place: TrainContext) -> Ta
     config, train, data = inputs.config, inputs.train, ImageData.of(inputs)
     build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
     model = build()
-    sharded = _shard(model, inputs, place)
+    program = vision_program(_blueprint(model, config), inputs, place)
+    shard(program, place)
     initialize(model, train.seed)
     if train.sharding.compile:
-        compile_blocks(units_of(model, config)[1])
+        compile_blocks(program.blueprint.recomputed or ())
     own: dict[str, Any]
     if isinstance(config, ImagenetConfig):
-        assert isinstance(train.optimizer, SgdConfig)
         lr, per_epoch = config.lr, len(data.training)
         own = {
-            "optimizer": make_sgd(model, train.optimizer),
             "schedule": lambda position: lr(position.examples / per_epoch),
             "load": functools.partial(load_plain, functools.partial(build, "cpu"), place.device),
             "loaded_into": "a plain module",
         }
     else:
-        assert isinstance(train.optimizer, OptimizerConfig)
         own = {
-            "optimizer": make_optimizer(model, train.optimizer),
             "schedule": curve_of(inputs, place.world),
             "load": functools.partial(_load_sharded, inputs, place),
             "loaded_into": "new shards",
         }
-    return vision_task(inputs, place, data, model=sharded, config_json=config_json(model), **own)
+    own["config_json"] = config_json(model)
+    return vision_task(inputs, place, data, program=program, **own)
 
 
 def _load_sharded(
@@ -85,7 +83,7 @@ def _load_sharded(
 ) -> PreTrainedModel:
     """Load a Vision Transformer from a safetensors file into new shards."""
     model = build_classifier(inputs.settings, len(inputs.classes))
-    _shard(model, inputs, place)
+    shard(vision_program(_blueprint(model, inputs.config), inputs, place), place)
     materialize(model, init=lambda module: None)  # memory only: the values come from the file
     load_weights(file, model)
     return model
@@ -93,9 +91,7 @@ def _load_sharded(
 
 def blueprint(config: ImageFolderConfig, classes: int = FAKE_CLASSES) -> Blueprint:
     """Return the model without memory, and how it is sharded; by default for ImageNet's classes."""
-    model = build_classifier(config.settings(), classes)
-    placement = vit_placement if isinstance(config, VitConfig) else None
-    return Blueprint(config.model, model, units_of(model, config)[0], placement=placement)
+    return _blueprint(build_classifier(config.settings(), classes), config)
 
 
 def example(config: ImageFolderConfig) -> Example:
@@ -103,20 +99,10 @@ def example(config: ImageFolderConfig) -> Example:
     return example_of(3, config.image_size)
 
 
-def units_of(
-    model: PreTrainedModel, config: ImageFolderConfig
-) -> tuple[Sequence[nn.Module], Sequence[nn.Module]]:
-    """Return the modules that become groups of their own, and the blocks of the model."""
+def _blueprint(model: PreTrainedModel, config: ImageFolderConfig) -> Blueprint:
     if not isinstance(config, VitConfig):
-        return (blocks := repeated_blocks(model)), blocks
+        blocks: Sequence[nn.Module] = repeated_blocks(model)
+        return Blueprint(config.model, model, blocks, recomputed=blocks)
     layers = decoder_layers(model)
-    return layers if config.nested else [], layers
-
-
-def _shard(
-    model: PreTrainedModel, inputs: VisionInputs[ImageFolderConfig], place: TrainContext
-) -> FSDPModule:
-    """Shard a model that is on the meta device; it gets no memory yet."""
-    units, blocks = units_of(model, inputs.config)
-    placement = vit_placement if isinstance(inputs.config, VitConfig) else None
-    return shard(model, units, inputs.train.sharding, place, placement, blocks)
+    units = layers if config.nested else []
+    return Blueprint(config.model, model, units, placement=vit_placement, recomputed=layers)

@@ -15,12 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import FSDPModule, pretrained
-from shardwise.app.recipes.core.build import (
-    compile_blocks,
-    learning_rate,
-    make_optimizer,
-    shard,
-)
+from shardwise.app.recipes.core.build import compile_blocks, learning_rate, program_of, shard
 from shardwise.app.recipes.core.model import (
     Sampling,
     Utilization,
@@ -59,9 +54,9 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     data = open_data(inputs.text, vocabulary, config, place)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
-    blocks = decoder_layers(model)
-    sharded = shard(model, blocks, train.sharding, place)
-    gathers = Gathers.EVERY_MICROBATCH
+    blueprint = Blueprint(config.model, model, decoder_layers(model))
+    program = program_of(blueprint, train, place, data.loss)
+    sharded = shard(program, place)
     if config.pretrained is None:
         initialize(model, train.seed)
     else:
@@ -69,18 +64,19 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
             introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
     if adapters is not None:
         frozen, how = adapters.decide(sharded, place)
-        gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
+        program = replace(program, gathers=_gathers(frozen))
         introduction += [("adapters", str(adapters)), ("frozen", how)]
     if config.packing is Packing.PACKED and config.chat:
         from shardwise.app.recipes.text.conversations import check_apart
 
         check_apart(model, vocabulary.used, config.model, place.device)
     if train.sharding.compile:
-        compile_blocks(blocks)
+        compile_blocks(blueprint.blocks)
     span = replace(inputs.span, per_epoch=data.per_epoch)
     steps = span.steps_in_all(train.examples_per_step(place.readers.size))
     curve = learning_rate(train.optimizer, steps)
-    optimizer = make_optimizer(model, train.optimizer)
+    optimizer = program.make_optimizer()
+    assert optimizer is not None
     replicas = None
     if train.diloco is not None:
         from shardwise.app.recipes.core.replicas import replicas_of  # which imports DiLoCo
@@ -94,14 +90,13 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     generation = None if config.pretrained is None else model.generation_config
     return Task(
         model_name=config.model,
-        model=sharded,
+        program=program,
         model_config=config_json(model),
         generation_config=None if generation is None else str(generation.to_json_string()),
         save_tokenizer=lambda folder: vocabulary.as_transformers().save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
         data=data.batches,
-        loss=data.loss,
         targets=data.targets,
         evaluate=data.evaluation(model),
         unit="tokens",
@@ -113,7 +108,6 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         introduction=[*introduction, ("compute", str(use))],
         close=data.close,
         base=None if adapters is None else config.pretrained,
-        gathers=gathers,
         replicas=replicas,
         finish=functools.partial(_finish, inputs, place, sharded, vocabulary, adapters),
     )
@@ -218,10 +212,14 @@ def example(config: LmConfig) -> Example:
         if config.lora is None:
             return Gathers.EVERY_MICROBATCH
         needed = frozen_bytes(model, config.train.sharding.compute_dtype)
-        how = (config.frozen or allowed(needed, free)) if reshard_after_forward else Frozen.KEEP
-        return Gathers.EVERY_STEP if how is Frozen.KEEP else Gathers.EVERY_MICROBATCH
+        asked = config.frozen or allowed(needed, free)
+        return _gathers(asked if reshard_after_forward else Frozen.KEEP)
 
     return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, gathers=gathers)
+
+
+def _gathers(frozen: Frozen) -> Gathers:
+    return Gathers.EVERY_STEP if frozen is Frozen.KEEP else Gathers.EVERY_MICROBATCH
 
 
 def _prompt(inputs: LmInputs, vocabulary: Vocabulary) -> tuple[str, list[int]]:

@@ -16,11 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.app.recipes.core.build import (
-    compile_blocks,
-    make_optimizer,
-    shard,
-)
+from shardwise.app.recipes.core.build import compile_blocks, shard
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import MnistConfig, VisionInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
@@ -30,6 +26,7 @@ from shardwise.app.recipes.vision.task import (
     curve_of,
     example_of,
     load_plain,
+    vision_program,
     vision_task,
 )
 from shardwise.insight.blueprint import Blueprint
@@ -46,11 +43,10 @@ def assemble(inputs: VisionInputs[MnistConfig], place: TrainContext) -> Task:
     assert isinstance(train.optimizer, OptimizerConfig)
     torch.manual_seed(train.seed)  # every rank begins with the same weights
     model = build_convnet().to(place.device)
-    blocks = _blocks(model)
-    units = blocks if inputs.config.nested else []
-    sharded = shard(model, units, train.sharding, place, blocks=blocks)
+    program = vision_program(_blueprint(model, inputs.config), inputs, place)
+    shard(program, place)
     if train.sharding.compile:
-        compile_blocks(blocks)
+        compile_blocks(_blocks(model))
     assert inputs.images is not None
     training, validation = inputs.images
     assert isinstance(training, IdxSet)
@@ -60,8 +56,7 @@ def assemble(inputs: VisionInputs[MnistConfig], place: TrainContext) -> Task:
         inputs,
         place,
         data,
-        model=sharded,
-        optimizer=make_optimizer(model, train.optimizer),
+        program=program,
         schedule=curve_of(inputs, place.world),
         load=functools.partial(load_plain, build_convnet, place.device),
         loaded_into="a plain module",
@@ -71,8 +66,12 @@ def assemble(inputs: VisionInputs[MnistConfig], place: TrainContext) -> Task:
 def blueprint(config: MnistConfig) -> Blueprint:
     """Return the network without memory, and how it is sharded."""
     with torch.device("meta"):
-        model = build_convnet()
-    return Blueprint("convnet", model, _blocks(model) if config.nested else [])
+        return _blueprint(build_convnet(), config)
+
+
+def _blueprint(model: nn.Sequential, config: MnistConfig) -> Blueprint:
+    blocks = _blocks(model)
+    return Blueprint("convnet", model, blocks if config.nested else [], recomputed=blocks)
 
 
 def example(config: MnistConfig) -> Example:

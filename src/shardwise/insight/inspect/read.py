@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import c10d, dtensor, fsdp
 from shardwise.base.arguments import check_arguments
-from shardwise.frontends.fsdp2 import fully_shard
+from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.inspect.grid import (
@@ -405,20 +406,22 @@ def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
         RuntimeError: this process has a default process group.
         ValueError: the model cannot be sharded like this.
     """
-    model, blocks = blueprint.copied()
+    copied = blueprint.copied()
+    model = copied.model
     with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
             apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
         if wanted.data_parallel:
-            data = mesh[wanted.data_parallel]
-            for module in (*blocks, model):
-                fully_shard(
-                    module,
-                    mesh=data,
-                    transport="collectives",
-                    shard_placement_fn=blueprint.placement,
-                )
+            shard_blocks(
+                model,
+                copied.blocks,
+                mesh=mesh[wanted.data_parallel],
+                reshard_after_forward=True,
+                precision=MixedPrecisionPolicy(),
+                placement=blueprint.placement,
+                transport="collectives",
+            )
         return read(model, mesh, blueprint.name)
 
 

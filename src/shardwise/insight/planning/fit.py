@@ -292,7 +292,8 @@ def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
     """
     if len(blueprint.blocks) <= layers:
         return None
-    model, blocks = blueprint.copied()
+    copied = blueprint.copied()
+    model, blocks = copied.model, copied.blocks
     parents: list[Any] = [
         module
         for module in model.modules()
@@ -305,4 +306,4 @@ def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
             del parents[0][index]
     names = {name for name, _ in model.named_modules()}
     styles = {name: style for name, style in blueprint.tensor_parallel.items() if name in names}
-    return replace(blueprint, model=model, blocks=blocks[:layers], tensor_parallel=styles)
+    return replace(copied, blocks=blocks[:layers], tensor_parallel=styles)

@@ -13,25 +13,23 @@ import random
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
+from shardwise.base.errors import UserError
 from shardwise.base.observe import Activity, Memory, observing
 from shardwise.base.places import folder_of_place
 from shardwise.base.scratch import file
-from shardwise.base.states_keeper import keeper_of
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
-from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR, Runtime
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
@@ -44,14 +42,12 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.wires import TorchCollectives, simulated
-from shardwise.insight.schema.sharding import PrecisionName, Stepping
-from shardwise.insight.step import TrainingStep
-from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
+from shardwise.insight.program import Program, TrainingStep
+from shardwise.insight.schema.sharding import Stepping
+from shardwise.optim.lion import Lion
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
-from shardwise.optim.step_in_backward import in_backward
-from shardwise.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.state import groups_of
@@ -59,11 +55,6 @@ from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.transport import ShmTransport
 
-_DTYPES: Mapping[PrecisionName | None, torch.dtype | None] = {
-    PrecisionName.FP32: torch.float32,
-    PrecisionName.BF16: torch.bfloat16,
-    None: None,
-}
 USUAL_IMAGE = 224  # pixels of an image's height and width, unless they are given
 
 
@@ -80,6 +71,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         RehearsalError: the model cannot be copied or sharded, or it or the user's code raises.
         SettingsError: no way to make a batch is given, or what is made is no loss.
         UntraceableError: a module computes with values.
+        UserError: a pattern of ``--param-group`` does not fit the model.
     """
     world = settings.world
     with contextlib.ExitStack() as stack:
@@ -97,9 +89,9 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             Peers(group).name_dimension(name)  # the data mesh names only its own
             dimensions[group.group_name] = name, size
         with _explaining("copying the model"):
-            model, blocks = blueprint.copied()
-            if (shard_dtype := _DTYPES[settings.shard_dtype]) is not None:
-                store_in(model, shard_dtype, kept_in_float32(model, shard_dtype))
+            program = program_of(blueprint.copied(), settings)
+            model = program.model
+            program.prepare()
             model.train()
         kind = settings.device_type
         named = settings.backend or dist.get_default_backend_for_device(kind)
@@ -111,9 +103,9 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             stack.enter_context(hf.fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
-            shard_model(model, blocks, blueprint, settings, mesh)
+            _shard(program, settings, mesh)
         with _explaining("making the optimizer"):
-            optimizer = _Optimizer(settings, model)
+            optimizer = _Optimizer(settings, program)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             count = settings.accumulate
@@ -124,7 +116,8 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             stack.enter_context(observed(model, TorchCollectives(backend)))
-            step = _step(recorder, settings, model, optimizer)
+            around = functools.partial(_around, recorder, settings, model)
+            step = TrainingStep(program=program, optimizer=optimizer, around=around)
             elsewhere = _offloaded_parameters(settings, model)
             for number in range(_most_steps(model)):
                 _label(recorder, model, optimizer, batches, elsewhere)
@@ -150,7 +143,7 @@ def _explaining(what: str, model: nn.Module | None = None) -> Iterator[None]:
     """Say what was being done, and in which module, when an error is raised."""
     try:
         yield
-    except (RehearsalError, SettingsError, UntraceableError):
+    except (RehearsalError, SettingsError, UntraceableError, UserError):
         raise
     except Exception as error:
         where = "" if model is None else _raised_in(error, model)
@@ -167,49 +160,42 @@ def _raised_in(error: Exception, model: nn.Module) -> str:
     return found
 
 
-def shard_model(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    blueprint: Blueprint,
-    settings: Settings,
-    mesh: DeviceMesh,
-) -> None:
-    """Shard a model as a training does; what is on the meta device gets memory on the host."""
-    checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
-    reduce_dtype = settings.reduce_dtype or settings.param_dtype
-    precision = MixedPrecisionPolicy(
-        param_dtype=_DTYPES[settings.param_dtype], reduce_dtype=_DTYPES[reduce_dtype]
+def program_of(blueprint: Blueprint, settings: Settings) -> Program:
+    """Return what a training with these settings computes."""
+    return Program(
+        blueprint=blueprint,
+        config=settings,
+        plan=settings.sharding,
+        loss=functools.partial(compute_loss, settings),
+        optimizer=settings.optimizer,
+        stepping=settings.stepping,
+        max_norm=settings.max_norm,
+        gathers=settings.gathers,
+        after_step=settings.after_step,
+        runtime=settings.runtime,
     )
 
-    def shard(mesh: DeviceMesh) -> None:
-        shard_blocks(
-            model,
-            blocks,
-            mesh=mesh,
-            reshard_after_forward=settings.sharding.reshard_after_forward,
-            precision=keeping_float32(model, precision),
-            placement=blueprint.placement,
-            transport=settings.transport,
-            wire=settings.collective_wire.argument,
-            runtime=settings.runtime,
-        )
 
+def _shard(program: Program, settings: Settings, mesh: DeviceMesh) -> None:
+    """Shard a model as a training does; what is on the meta device gets memory on the host."""
+    model = program.model
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in tensors]
     if TENSOR not in settings.world.names:
         allocate(model, names)
-        shard(mesh=settings.sharding.sharding_mesh(mesh))
+        program.shard(mesh)
         return
     # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
     # all is done on the meta device, except that transports get fake memory from the start.
     with dtensor.real_tensors():
-        data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
-        apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+        data = mesh[settings.sharding.names]
+        apply_tensor_parallelism(model, mesh[TENSOR], program.blueprint.tensor_parallel)
     transports = None
     if settings.runtime is Runtime.SHARDWISE:
-        transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
+        among, asked = program.plan.sharding_mesh(data), settings.transport_argument
+        transports = DataMesh.of(among, asked, wires=settings.collective_wire)
     with dtensor.real_tensors():
-        shard(mesh=data)
+        program.shard(data)
     del transports  # the groups hold them now
     allocate(model, names)
 
@@ -222,72 +208,85 @@ def _ends(model: nn.Module) -> frozenset[str]:
 
 
 class _Optimizer:
-    """The optimizer of a rehearsal, over the shards.
+    """The optimizer of a rehearsal: that of a training, and what DiLoCo keeps beside it.
 
-    What torch names works on the local shards as such: the same operations as on ``DTensor``s,
+    Torch's and Lion work on the local shards as such: the same operations as on ``DTensor``s,
     without the seconds that these take to find out placements. A function of the user gets the
-    parameters as they are, and so do our own optimizers: their states depend on placements, and
-    ranks may share their work. What steps in backward gets them as well: :func:`.in_backward`
+    parameters as they are, and so do our other optimizers: their states depend on placements, and
+    ranks may share their work. What steps in backward keeps them as well: :func:`.in_backward`
     looks for them in the model.
     """
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
-        self._model = model
-        trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, settings: Settings, program: Program) -> None:
+        self._settings = settings
+        self._model = model = program.model
         self._shards: list[tuple[nn.Parameter, nn.Parameter]] = []
-        early = settings.stepping is Stepping.IN_BACKWARD
-        if settings.optimizer in _OPTIMIZERS and not early:
-            self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
-            trained = [shard for _, shard in self._shards]
-        self.inner = make_optimizer(settings, model, trained)
-        if self.inner is not None and settings.offload is not None:
-            on_host = folder_of_place(settings.offload) is None
-            stays = on_host and settings.device_type == devices.CPU.type
-            store = None if stays else PlannedStore()
-            self.inner = OffloadedOptimizer(
-                self.inner, Masters(_DTYPES[settings.master_dtype]), lambda _: store
-            )
-        self._stepping = self.inner
-        if early and self.inner is None:
+        self._kept: OffloadedOptimizer | None = None
+        self._made = program.make_optimizer(self._offload)
+        if self._made is None and settings.stepping is Stepping.IN_BACKWARD:
             expected = "after-backward, or an optimizer and trained parameters"
             raise SettingsError("stepping", "in-backward without an optimizer", expected)
-        if early:
-            made: Any = self.inner
-            self._stepping = in_backward(model, lambda _: made, max_norm=settings.max_norm)
+        if self._made is not None and self._kept is None:
+            self._take_shards(self._made)
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if (diloco := settings.diloco) is not None and trained:
-            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            kept = Fragment("all", named, error_feedback=diloco.keeps_errors)
+            kept = Fragment("all", trained, error_feedback=diloco.keeps_errors)
             tensors = (kept.outer, kept.momentum, kept.error)
             self._outer = [each for each in tensors if each is not None]
             replicas = settings.sharding.shape[0]
             self.exchanged = sent_nbytes(diloco.wire, kept.sections, replicas)
+
+    def _offload(
+        self, optimizer: torch.optim.Optimizer, to: str, masters: torch.dtype | None
+    ) -> OffloadedOptimizer:
+        """Keep states elsewhere, as :func:`shardwise.optim.offload` does, but nowhere."""
+        self._take_shards(optimizer)
+        stays = folder_of_place(to) is None and self._settings.device_type == devices.CPU.type
+        store = None if stays else PlannedStore()
+        self._kept = OffloadedOptimizer(optimizer, Masters(masters), lambda _: store)
+        return self._kept
+
+    def _take_shards(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer step with the local shards, if that is the same."""
+        early, given = self._settings.stepping, self._settings.optimizer
+        ours = not isinstance(optimizer, _BY_ELEMENT)
+        if early is Stepping.IN_BACKWARD or callable(given) or ours:
+            return
+        for group in optimizer.param_groups:
+            shards = [nn.Parameter(dtensor.plain(p.detach())) for p in group["params"]]
+            for parameter, shard in zip(group["params"], shards, strict=True):
+                self._shards.append((parameter, shard))
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[shard] = map_tensors(dtensor.plain, state)
+            group["params"] = shards
 
     def step(self) -> None:
         """Update the shards."""
         for parameter, shard in self._shards:
             grad = parameter.grad
             shard.grad = None if grad is None else dtensor.plain(grad)
-        if self._stepping is not None:
-            self._stepping.step()
+        if self._made is not None:
+            self._made.step()
         for _, shard in self._shards:
             shard.grad = None
 
     def zero_grad(self) -> None:
         """Drop the gradients of the model."""
-        if self._stepping is not None:
-            self._stepping.zero_grad()
+        if self._made is not None:
+            self._made.zero_grad()
         self._model.zero_grad()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The norm that backward has computed, if groups step there."""
-        return getattr(self._stepping, "grad_norm", None)
+        return getattr(self._made, "grad_norm", None)
 
     def states(self) -> list[torch.Tensor]:
         """The local tensors of all states, those of DiLoCo among them."""
-        every = [] if self.inner is None else self.inner.state.values()
+        every = [] if self._made is None else self._made.state.values()
         found = [dtensor.plain(each) for each in every_tensor_in(list(every))]
         # Homes of states that are kept elsewhere are on the meta device.
         return [*self._outer, *(each for each in found if not each.is_meta)]
@@ -295,42 +294,14 @@ class _Optimizer:
     @property
     def offloaded(self) -> int:
         """Bytes of states that are kept elsewhere."""
-        return keeper_of(self.inner).nbytes_kept
+        return 0 if self._kept is None else self._kept.nbytes_kept
 
 
-_OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": functools.partial(torch.optim.AdamW, fused=True),
-    "adam": functools.partial(torch.optim.Adam, fused=True),
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-}
-
-
-_OURS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw8bit": AdamW8bit,
-    "adafactor": Adafactor,
-}
-
-
-def make_optimizer(
-    settings: Settings, model: nn.Module, params: list[nn.Parameter]
-) -> torch.optim.Optimizer | None:
-    """Make the optimizer that settings name; ``None``: they name none, or nothing is trained.
-
-    Args:
-        settings: what to plan for.
-        model: whose parameters these are.
-        params: the trained ones.
-    """
-    if callable(settings.optimizer):
-        made: torch.optim.Optimizer = settings.optimizer(params)
-        return made
-    if settings.optimizer == "muon" and params:
-        return Muon(muon_groups(model))
-    make = {**_OPTIMIZERS, **_OURS}.get(settings.optimizer)
-    return make(params) if make is not None and params else None
+#: Optimizers that do the same on local shards as on ``DTensor``s.
+_BY_ELEMENT = (
+    *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad),
+    Lion,
+)
 
 
 def make_batch(settings: Settings, model: nn.Module, name: str) -> Any:
@@ -387,31 +358,16 @@ def _checked(loss: object) -> torch.Tensor:
     return loss
 
 
-def _step(
-    recorder: RehearsalRecorder, settings: Settings, model: nn.Module, optimizer: _Optimizer
-) -> TrainingStep:
-    """The step of a training with these settings, which tells the recorder where it is."""
-
-    @contextlib.contextmanager
-    def around(activity: Activity) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if TENSOR in settings.world.names:
-                stack.enter_context(loss_parallel())
-            recorder.enter(_PHASES[activity])
-            stack.enter_context(_explaining(activity.value, model))
+@contextlib.contextmanager
+def _around(
+    recorder: RehearsalRecorder, settings: Settings, model: nn.Module, activity: Activity
+) -> Iterator[None]:
+    """Tell the recorder where a step is."""
+    parallel = TENSOR in settings.world.names
+    with loss_parallel() if parallel else contextlib.nullcontext():
+        recorder.enter(_PHASES[activity])
+        with _explaining(activity.value, model):
             yield
-
-    after = settings.after_step
-    return TrainingStep(
-        model=model,
-        loss=functools.partial(compute_loss, settings),
-        optimizer=optimizer,
-        gathers=settings.gathers,
-        stepping=settings.stepping,
-        max_norm=settings.max_norm,
-        after=lambda: None if after is None else after(model),
-        around=around,
-    )
 
 
 _PHASES = {Activity.FORWARD: StepPhase.FORWARD, Activity.BACKWARD: StepPhase.BACKWARD}
@@ -421,7 +377,7 @@ def _take(recorder: RehearsalRecorder, step: TrainingStep, batches: Sequence[Any
     """Take one optimizer step."""
     count = len(batches)
     deque(step.backward(batches, count, count), maxlen=0)  # which keeps no loss
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in step.program.model.named_parameters():
         if parameter.grad is not None:
             recorder.label(dtensor.plain(parameter.grad), Memory.GRADIENTS, name)
     recorder.enter(StepPhase.OPTIMIZER)

@@ -43,7 +43,12 @@ from shardwise.insight.schema.sharding import (
     StepConfig,
     StrategyConfig,
 )
-from shardwise.insight.schema.training import DilocoConfig
+from shardwise.insight.schema.training import (
+    DilocoConfig,
+    OptimizerConfig,
+    OptimizerName,
+    SgdConfig,
+)
 
 MOST_RANKS = 100_000  # of a mesh to plan for
 #: More ranks on CPUs are rehearsed with plain collectives, unless a transport is named: messages
@@ -53,11 +58,9 @@ ONE_HOST = 8  # ranks on a host, unless it is given
 MOST_ACCUMULATED = 1000  # microbatches; each of them is rehearsed
 MOST_SIZE = 10**9  # of anything else that is counted
 
-#: The optimizers that can be named.
-OPTIMIZERS = (
-    *("adamw", "adamw8bit", "adam", "muon", "lion", "adafactor"),
-    *("sgd", "sgd-momentum", "adagrad", "none"),
-)
+#: The optimizers that can be named: those of trainings, of which ``sgd`` is without momentum here,
+#: and some that no recipe trains with.
+OPTIMIZERS = (*(each.value for each in OptimizerName), "sgd-momentum", "adam", "adagrad", "none")
 
 #: What torch's own fully_shard has no argument for.
 _OURS_ALONE = ("collective_wire", "transport", "stepping", "offload_parameters")
@@ -116,8 +119,8 @@ class PlannedStep(StepConfig):
             :func:`shardwise.optim.in_backward`.
         seq_length: tokens of a sequence; ``None`` for models without sequences.
         image_size: height and width of an image; ``None``: as the model's configuration says.
-        optimizer: ``"adamw"`` or another name that ``shardwise plan --help`` lists, or a function
-            from parameters to an optimizer.
+        optimizer: ``"adamw"`` or another name that ``shardwise plan --help`` lists, a function from
+            parameters to an optimizer, or the configuration of a training's.
         clip_grad: the largest norm of the gradients; 0: none is computed; ``math.inf``: it is
             computed, as by ``shardwise train`` without clipping.
         batch: makes a microbatch of n samples on the current default device; ``None``: made
@@ -135,7 +138,7 @@ class PlannedStep(StepConfig):
     image_size: Annotated[int, _SIZES] | None = setting(
         None, "Height and width of an image, in pixels.", TRAINING, metavar="N", shown="the model's"
     )
-    optimizer: str | Callable[[list[Any]], Any] = setting(
+    optimizer: str | OptimizerConfig | SgdConfig | Callable[[list[Any]], Any] = setting(
         "adamw",
         f"{', '.join(OPTIMIZERS)}, or a function in code: package.module:function.",
         TRAINING,
@@ -373,6 +376,13 @@ class Settings(StrategyConfig, PlannedStep):
         return {**values, "mesh": sizes, "optimizer": optimizer, "compiled": compiled}
 
 
-def name_of(optimizer: str | Callable[..., Any]) -> str:
-    """Return the name of an optimizer that was given by name or as a function."""
-    return optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "function")
+def name_of(optimizer: str | OptimizerConfig | SgdConfig | Callable[..., Any]) -> str:
+    """Return the name of an optimizer, however it was given."""
+    match optimizer:
+        case str():
+            return optimizer
+        case OptimizerConfig(algorithm=algorithm):
+            return algorithm.value
+        case SgdConfig():
+            return OptimizerName.SGD.value
+    return getattr(optimizer, "__name__", "function")

@@ -199,6 +199,11 @@ class StrategyConfig(Config):
         """The dtype of forward and backward; ``None``: as the model was built."""
         return self.param_dtype or self.shard_dtype
 
+    @property
+    def transport_argument(self) -> str | None:
+        """The argument ``transport`` of ``fully_shard``."""
+        return None if self.transport is TransportName.AUTO else self.transport
+
     def check_values(self) -> None:
         """Check where states and parameters are kept, and what is kept with them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,99 +10,65 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardwise import (
     CPUOffloadPolicy,
     DiskOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    optim,
 )
-from shardwise.app.recipes.core.recipe import Task, TrainContext
-from shardwise.base.errors import UserError
+from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.base.places import folder_of_place
-from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
-from shardwise.insight.schema.sharding import (
-    PrecisionName,
-    ShardingConfig,
-    Stepping,
-    TransportName,
-)
-from shardwise.insight.schema.training import (
-    MOMENTA,
-    OptimizerConfig,
-    OptimizerName,
-    ScheduleName,
-    SgdConfig,
-    TrainConfig,
-    rules_of,
-)
+from shardwise.frontends.blocks import batch_norms
+from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.program import Program
+from shardwise.insight.schema.training import OptimizerConfig, ScheduleName, TrainConfig
 from shardwise.optim.reductions import Reductions
-from shardwise.pretrained.precision import keeping_float32, kept_in_float32
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
 
-#: None, which a training never has, is for configurations of plans.
-DTYPES: dict[PrecisionName | None, Any] = {
-    PrecisionName.FP32: torch.float32,
-    PrecisionName.BF16: torch.bfloat16,
-    None: None,
-}
 
-
-def shard(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    config: ShardingConfig,
+def program_of(
+    blueprint: Blueprint,
+    train: TrainConfig,
     place: TrainContext,
-    placement: Callable[[nn.Parameter], Shard | None] | None = None,
-    blocks: Sequence[nn.Module] | None = None,
-) -> FSDPModule:
-    """Shard every unit, then the rest, and have blocks recompute what the configuration says.
-
-    Batch norm is kept and computes in float32 whatever the rest does, as its statistics are. So do
-    parameters that ``transformers`` keeps in float32.
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    after_step: Callable[[nn.Module], None] | None = None,
+) -> Program:
+    """Return what a rank trains.
 
     Args:
-        model: on the meta device, or the same on every rank.
-        units: modules of it that are to be gathered one at a time, inner ones first.
-        config: dtypes and transport.
+        blueprint: the model, on the meta device or the same on every rank.
+        train: how it is trained.
         place: mesh and strategy.
-        placement: along which dimension a parameter is cut; by default the first.
-        blocks: the modules whose activations may be recomputed; by default the units.
-
-    Returns:
-        ``model``.
+        loss: of the model on a batch, a scalar.
+        after_step: makes equal on all ranks what is not sharded.
     """
-    checkpoint_blocks(
-        units if blocks is None else blocks, config.activation_checkpointing, config.recompute_every
+    return Program(
+        blueprint=blueprint,
+        config=train.sharding,
+        plan=place.plan,
+        loss=loss,
+        optimizer=train.optimizer,
+        stepping=train.stepping,
+        max_norm=train.max_norm,
+        after_step=after_step,
     )
+
+
+def shard(program: Program, place: TrainContext) -> FSDPModule:
+    """Shard the model of a program, in place, and return it."""
+    program.prepare()
     offload: OffloadPolicy = OffloadPolicy()
-    if config.offload_parameters is not None:
-        folder = folder_of_place(config.offload_parameters)
+    if (kept := program.config.offload_parameters) is not None:
+        folder = folder_of_place(kept)
         offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
-    dtype = DTYPES[config.shard_dtype]
-    store_in(model, dtype, kept_in_float32(model, dtype))
-    precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
-    )
-    shard_blocks(
-        model,
-        units,
-        mesh=place.plan.sharding_mesh(place.mesh),
-        reshard_after_forward=place.plan.reshard_after_forward,
-        precision=keeping_float32(model, precision),
-        placement=placement,
-        transport=None if config.transport is TransportName.AUTO else config.transport,
-        offload_policy=offload,
-        wire=config.collective_wire.argument,
-    )
-    assert isinstance(model, FSDPModule)
-    return model
+    program.shard(place.mesh, offload)
+    assert isinstance(program.model, FSDPModule)
+    return program.model
 
 
 BACKEND = "inductor"  # of torch.compile
@@ -120,85 +85,6 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
     for block in blocks:
         block.compile(backend=BACKEND)
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that a configuration names, over all trained parameters."""
-    momentum = MOMENTA.get(config.algorithm, 0.0) if config.momentum is None else config.momentum
-    match config.algorithm:
-        case OptimizerName.ADAMW:
-            return torch.optim.AdamW(
-                _decaying(model, config),
-                lr=config.lr,
-                betas=config.betas,
-                fused=True,  # one kernel for all shards; a shard may be small, a call is not free
-            )
-        case OptimizerName.ADAMW8BIT:
-            return optim.AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
-        case OptimizerName.MUON:
-            return optim.Muon(
-                divided_groups(
-                    model, config, optim.muon_groups(model, adamw={"betas": config.betas})
-                ),
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=momentum,
-                adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
-            )
-        case OptimizerName.LION:
-            return optim.Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
-        case OptimizerName.ADAFACTOR:
-            return optim.Adafactor(_decaying(model, config), lr=config.lr)
-        case OptimizerName.SGD:
-            return torch.optim.SGD(_decaying(model, config), config.lr, momentum)
-
-
-def _decaying(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return parameter groups with weight decay on matrices only, not on norms and biases."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return divided_groups(model, config, groups)
-
-
-#: The key of a parameter group for its peak learning rate, where that is not the one of all.
-_PEAK = "peak_lr"
-
-
-def divided_groups(
-    model: nn.Module,
-    config: OptimizerConfig | SgdConfig,
-    groups: Sequence[dict[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Divide parameter groups, or one of all trained parameters, as ``--param-group`` says.
-
-    No values of the model are needed.
-
-    Raises:
-        UserError: a pattern does not fit the model.
-    """
-    rules: dict[str, dict[str, Any]] = rules_of(config.param_groups)
-    try:
-        divided = optim.param_groups(model, rules, groups=groups)
-    except ValueError as error:
-        found = str(error).removeprefix("param_groups: ")
-        raise UserError(f"--param-group: {found}") from error
-    for group in divided:
-        if "lr" in group:
-            group[_PEAK] = group["lr"]
-    return divided
-
-
-def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
-    """Return stochastic gradient descent with weight decay on all parameters."""
-    return torch.optim.SGD(
-        divided_groups(model, config),
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-    )
 
 
 FLOOR = 0.1  # the learning rate at the end, as a part of its peak, unless --min-lr says another
@@ -247,37 +133,6 @@ _REMAINING: dict[ScheduleName, Callable[[float], float]] = {
     ScheduleName.WARMUP_STABLE_DECAY: lambda done: 1 - math.sqrt(done),
     ScheduleName.CONSTANT: lambda done: 1.0,
 }
-
-
-def offloading(task: Task, config: TrainConfig) -> Task:
-    """Return the task, whose optimizer keeps its states where the configuration says."""
-    sharding = config.sharding
-    if sharding.offload is None:
-        return task
-    masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
-    made = optim.offload(task.optimizer, sharding.offload, masters=masters)
-    return dataclasses.replace(task, optimizer=made)
-
-
-def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
-    """Return the task, whose groups step in backward if the configuration says so."""
-    if config.stepping is Stepping.AFTER_BACKWARD:
-        return task
-    made = optim.in_backward(task.module, lambda _: task.optimizer, max_norm=config.max_norm)
-    return dataclasses.replace(task, optimizer=made)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float, peak: float) -> None:
-    """Set the learning rate of every parameter group.
-
-    Args:
-        optimizer: the optimizer.
-        lr: the learning rate of the step.
-        peak: the largest one of the training. Groups with a peak of their own get the same part of
-            that.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr * (group[_PEAK] / peak) if _PEAK in group else lr
 
 
 @contextmanager

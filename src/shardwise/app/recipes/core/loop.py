@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_line
 from shardwise.app.recipes.core.position import Position, TrainingSpan
@@ -42,8 +41,9 @@ from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS, launched_here
+from shardwise.insight.optimizers import set_lr
+from shardwise.insight.program import TrainingStep
 from shardwise.insight.schema.training import TrainConfig
-from shardwise.insight.step import TrainingStep
 from shardwise.runs.metrics import RankStep
 from shardwise.transport.peers import Peers
 
@@ -102,15 +102,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._per_step = self.config.examples_per_step(self.place.readers.size)
-        self._one = TrainingStep(
-            model=self.task.module,
-            loss=self.task.loss,
-            optimizer=self.task.optimizer,
-            gathers=self.task.gathers,
-            stepping=self.config.stepping,
-            max_norm=self.config.max_norm,
-            after=self.task.after_step,
-        )
+        self._one = TrainingStep(program=self.task.program, optimizer=self.task.optimizer)
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._updating = 0.0  # seconds of the last step behind its exchange
         self._loading = 0.0  # seconds of this step in which batches were waited for

@@ -19,13 +19,11 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.app.recipes.core.build import DTYPES, divided_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices, plain
 from shardwise.base.errors import UserError
 from shardwise.base.units import binary_size, counted
 from shardwise.elastic.world import World, environment
-from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan as layout_of
@@ -35,6 +33,7 @@ from shardwise.insight.inspect.words import fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.insight.planning.fit import nearest
 from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
+from shardwise.insight.planning.rehearsal import program_of
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import (
     MachineConfig,
@@ -45,14 +44,7 @@ from shardwise.insight.planning.settings import (
 )
 from shardwise.insight.planning.text import needs, verdict
 from shardwise.insight.schema.sharding import Gathers, resolve_sharding
-from shardwise.insight.schema.training import (
-    AUTO,
-    OptimizerConfig,
-    OptimizerName,
-    SgdConfig,
-    TrainConfig,
-)
-from shardwise.pretrained.precision import kept_in_float32
+from shardwise.insight.schema.training import AUTO, TrainConfig
 
 
 def plan_training(
@@ -75,7 +67,6 @@ def plan_training(
         RehearsalError, UntraceableError: the training cannot be rehearsed.
         UserError: a pattern of ``--param-group`` does not fit the model.
     """
-    divided_groups(blueprint.model, config.optimizer)  # which checks the patterns
     device, machine = _machine_for(config, world)
     settings = settings_for(config, example, world)
     free = devices.free_memory(device)
@@ -114,20 +105,12 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
     """Return what a training is, as a plan sees it."""
     sharding = config.sharding
     plan = resolve_sharding(sharding, world.size, world.hosts)
-    match config.optimizer:
-        case SgdConfig(momentum=0) | OptimizerConfig(algorithm=OptimizerName.SGD, momentum=0):
-            optimizer = "sgd"
-        case SgdConfig() | OptimizerConfig(algorithm=OptimizerName.SGD):
-            optimizer = "sgd-momentum"
-        case OptimizerConfig(algorithm=name):
-            optimizer = name.value
     return Settings.of(
         sharding,
         config,
         mesh=WantedMesh(plan.names, plan.shape),
         seq_length=example.seq_length,
         param_dtype=sharding.compute_dtype,
-        optimizer=optimizer,
         clip_grad=config.max_norm,
         ranks_per_host=world.local_size,
         batch=example.batch,
@@ -212,8 +195,7 @@ def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world:
     """
     plan = plan_training(blueprint, config, example, world, Rehearsed.FIRST)
     # Who holds what of one copy of the model, in the dtype that it is kept in.
-    model, dtype = blueprint.model, DTYPES[config.sharding.shard_dtype]
-    store_in(model, dtype, kept_in_float32(model, dtype))
+    program_of(blueprint, plan.settings).prepare()
     layout = layout_of(blueprint, WantedMesh((SHARD,), plan.settings.sharding.shape[-1:]))
     return rendered([Text(_head(plan, layout)), _groups(layout), Text(), *needs(plan)])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise import FSDPModule
     from shardwise.app.recipes.core.checkpointing import Resumable
     from shardwise.app.recipes.core.progress import Display  # imports rich's progress bars
     from shardwise.app.recipes.core.replicas import Replicas
     from shardwise.insight.blueprint import Blueprint
+    from shardwise.insight.program import Program
 
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
@@ -242,14 +242,14 @@ class Example:
         gathers: says how often parameters that stay in memory after forward are gathered, from the
             model, ``reshard_after_forward`` of the strategy, and the bytes that each rank has free.
             Those that are gathered once in a step stay whatever the strategy says.
-        after_step: what is called with the model after each step.
+        after_step: what is called with the model after each step; ``None``: nothing is.
     """
 
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
     gathers: Callable[[nn.Module, bool | int, int], Gathers] = lambda *_: Gathers.EVERY_MICROBATCH
-    after_step: Callable[[nn.Module], None] = lambda model: None
+    after_step: Callable[[nn.Module], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ class Data(Protocol):
 
 
 def nothing() -> None:
-    """Do nothing, as most recipes after a step and at the end of training."""
+    """Do nothing, as most recipes at the end of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,15 +297,14 @@ class Task:
 
     Attributes:
         model_name: for the first line.
-        model: after ``fully_shard``.
+        program: the model, sharded, and how a step is taken. The loss is the mean over a batch; or
+            the sum over its targets, if these are counted.
         model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
         generation_config: the same of its ``generation_config.json``; None: nothing special.
         save_tokenizer: writes the tokenizer of its texts to a folder; None: there is none.
-        optimizer: over the model's shards.
+        optimizer: what updates the model's shards.
         schedule: the learning rate of a step, by the position that the step leads to.
         data: where batches come from.
-        loss: maps model and batch to a scalar, the mean over the batch; or the sum over its
-            targets, if these are counted.
         targets: counts the targets of a batch, so that a step is the mean over those of all ranks
             and microbatches; None: all batches have the same number.
         evaluate: evaluates the model on validation data; one of the values may be
@@ -317,25 +316,22 @@ class Task:
         position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
         introduction: more of the first lines, each a label and what it shows as text.
-        after_step: makes equal on all ranks what is not sharded.
         close: called after the last batch, or when training failed: stops reading ahead.
         base: where the frozen parameters are from, which checkpoints leave out; None: they hold all
             parameters.
-        gathers: how often a group whose parameters stay in memory after forward is gathered.
         replicas: the replicas, if they train apart.
         finish: called with the last checkpoint and the last evaluation; returns the results to
             record.
     """
 
     model_name: str
-    model: FSDPModule
+    program: Program
     model_config: str | None = None
     generation_config: str | None = None
     save_tokenizer: Callable[[Path], object] | None = None
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     data: Data
-    loss: Callable[[nn.Module, Any], torch.Tensor]
     targets: Callable[[Any], int] | None = None
     evaluate: Callable[[], dict[str, float]]
     unit: str
@@ -345,14 +341,12 @@ class Task:
     position: Resumable | None = None
     example: str
     introduction: Sequence[tuple[str, object]] = ()
-    after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
     base: str | None = None
-    gathers: Gathers = Gathers.EVERY_MICROBATCH
     replicas: Replicas | None = None
     finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = lambda _, results: results
 
     @property
     def module(self) -> nn.Module:
-        """The model, typed as a module."""
-        return cast("nn.Module", self.model)
+        """The model, sharded."""
+        return self.program.model

@@ -23,13 +23,7 @@ from shardwise.app.recipes.core.begin import (
     how_to_go_on_without,
     newest_step,
 )
-from shardwise.app.recipes.core.build import (
-    count,
-    offloading,
-    shard_bytes,
-    stepping_in_backward,
-    transport_name,
-)
+from shardwise.app.recipes.core.build import count, shard_bytes, transport_name
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
 from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
@@ -134,8 +128,7 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
         found = Peers().gather_objects(own, "the comparison of what hosts were asked")
         check_alike([each for each, _ in found[:: world.local_size]], agreed_options(inputs.config))
         host_names = [name for _, name in found[:: world.local_size]]
-    task = offloading(assemble(inputs, place), inputs.train)
-    task = stepping_in_backward(task, inputs.train)
+    task = assemble(inputs, place)
     # From here on every rank has random numbers of its own, for dropout.
     readers = place.readers
     torch.manual_seed(inputs.train.seed * readers.size + readers.rank)

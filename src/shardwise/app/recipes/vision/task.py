@@ -24,9 +24,13 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise import FSDPModule
 from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
-from shardwise.app.recipes.core.build import average_running_statistics, evaluating, learning_rate
+from shardwise.app.recipes.core.build import (
+    average_running_statistics,
+    evaluating,
+    learning_rate,
+    program_of,
+)
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
@@ -42,6 +46,8 @@ from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.mixing import mix
 from shardwise.checkpoint.tools.convert import consolidate
 from shardwise.elastic.world import World
+from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.program import Program
 from shardwise.insight.schema.training import OptimizerConfig
 from shardwise.transport.peers import Peers
 
@@ -236,8 +242,7 @@ def vision_task(
     place: TrainContext,
     data: ImageData,
     *,
-    model: FSDPModule,
-    optimizer: torch.optim.Optimizer,
+    program: Program,
     schedule: Schedule,
     load: Callable[[Path], nn.Module],
     loaded_into: str,
@@ -252,15 +257,14 @@ def vision_task(
         inputs: what the user asks for.
         place: where this rank trains.
         data: images with their classes.
-        model: after sharding.
-        optimizer: over the model's shards.
+        program: the model, sharded, and how a step is taken.
         schedule: of the learning rate.
         load: builds the same model from a safetensors file, on this rank's device.
         loaded_into: what ``load`` makes: ``a plain module``.
         config_json: of the model, as ``transformers`` reads it; None: the model is not theirs.
     """
-    train, world = inputs.train, place.world
-    assert isinstance(model, nn.Module)
+    train, world, optimizer = inputs.train, place.world, program.make_optimizer()
+    assert optimizer is not None
     at_a_time = inputs.config.eval_batch_size or train.batch_size
     evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
     files = inputs.config.files
@@ -293,13 +297,12 @@ def vision_task(
 
     return Task(
         model_name=inputs.model,
-        model=model,
+        program=program,
         model_config=config_json,
         optimizer=optimizer,
         schedule=schedule,
         data=batches,
-        loss=classification_loss,
-        evaluate=lambda: evaluation(model).values(),
+        evaluate=lambda: evaluation(program.model).values(),
         unit="images",
         example="images",
         introduction=[
@@ -309,10 +312,17 @@ def vision_task(
                 f"{len(data.validation):,} for validation; {len(data.classes)} classes",
             )
         ],
-        after_step=functools.partial(average_running_statistics, model),
         close=batches.close,
         finish=finish,
     )
+
+
+def vision_program(
+    blueprint: Blueprint, inputs: VisionInputs[VisionConfig], place: TrainContext
+) -> Program:
+    """Return the program of training a classifier, not sharded yet."""
+    example = (classification_loss, average_running_statistics)
+    return program_of(blueprint, inputs.train, place, *example)
 
 
 def curve_of(inputs: VisionInputs[VisionConfig], world: World) -> Schedule:
