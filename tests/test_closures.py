@@ -14,7 +14,7 @@ DOORS = {
     "fully_shard": ("shardwise.fully_shard", 13659, 51),
     "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 16899, 61),
     "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18875, 74),
-    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21201, 85),
+    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21181, 85),
     "simulate": ("shardwise.simulate(print, 2)", 7409, 36),
     "timeline.record": ("shardwise.timeline.record", 7245, 33),
     "a training of a recipe": (

@@ -1,67 +1,48 @@
 """What others ask an optimizer about its states: how they are cut, and where they are kept.
 
-Checkpoints, state dicts and plans know no optimizer by its class. They ask its keeper, so a new
-optimizer is one file, and one that does not say anything is like those of torch: every state has
-the shape and the placements of its parameter, is in memory, and can be made when it is needed.
+Checkpoints, state dicts and plans know no optimizer by its class. Each has a keeper of its states,
+so a new optimizer is one file, and one that does not say anything is like those of torch: every
+state has the shape and the placements of its parameter, and is in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class StatesKeeper:
-    """How an optimizer keeps its states; by default, as torch's do."""
+    """How an optimizer keeps its states; by default, as torch's do.
 
-    state: Any  # of every optimizer
+    Attributes:
+        new_state: returns the state of a parameter before its first step: tensors by name, with
+            shapes, dtypes and placements of their own; none where they follow from the parameter.
+        kept: finds the parameters whose whole states this rank has, of which other ranks have none;
+            ``None``: every rank has its part of every state.
+        nbytes_kept: bytes of states of this rank that are kept elsewhere than in memory.
+        home_like: returns a tensor to read a state into, which ``load_state_dict`` is given then,
+            for one without values of the same shape, dtype and placements.
+        drop_states: drops all states, and frees where they are kept; ``None``: ``state.clear()``.
+    """
 
-    def new_state(self, param: Tensor) -> Mapping[str, Tensor]:
-        """The state of a parameter before its first step.
+    new_state: Callable[[Tensor], Mapping[str, Tensor]] = lambda _: {}
+    kept: Callable[[], set[Tensor] | None] = lambda: None
+    nbytes_kept: int = 0
+    home_like: Callable[[Tensor], Tensor] = lambda value: value
+    drop_states: Callable[[], None] | None = None
 
-        Args:
-            param: a parameter of the optimizer.
 
-        Returns:
-            Tensors by name, with shapes, dtypes and placements of their own; none where they follow
-            from the parameter.
-        """
-        return {}
+@runtime_checkable
+class KeepsStates(Protocol):
+    """An optimizer that keeps its states in a way of its own."""
 
-    def kept(self) -> set[Tensor] | None:
-        """Find the parameters whose whole states this rank has, as they are sharded now.
-
-        Returns:
-            Those parameters, of which other ranks have no state; ``None``: every rank has its part
-            of every state.
-        """
-        return None
-
-    @property
-    def nbytes_kept(self) -> int:
-        """Bytes of states of this rank that are kept elsewhere than in memory."""
-        return 0
-
-    def home_like(self, value: Tensor) -> Tensor:
-        """Return a tensor to read a state into, which ``load_state_dict`` is given then.
-
-        Args:
-            value: a tensor of the same shape, dtype and placements. It has no values yet.
-
-        Returns:
-            ``value`` itself if such states are in memory, else one where they are kept.
-        """
-        return value
-
-    def drop_states(self) -> None:
-        """Drop all states, and free where they are kept."""
-        self.state.clear()
-
-    def forget_layout(self) -> None:
-        """Forget what follows from how parameters are cut: they are cut in another way now."""
+    def states_keeper(self) -> StatesKeeper:
+        """Say how."""
 
 
 def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -77,14 +58,13 @@ def keeper_of(optimizer: torch.optim.Optimizer | None) -> StatesKeeper:
     Args:
         optimizer: any optimizer, also one around others; ``None`` has no states.
     """
-    keepers = (each for each in inside_of(optimizer) if isinstance(each, StatesKeeper))
-    return next(keepers, StatesKeeper())
+    found = (each for each in inside_of(optimizer) if isinstance(each, KeepsStates))
+    first = next(found, None)
+    return StatesKeeper() if first is None else first.states_keeper()
 
 
 def drop_states(optimizer: torch.optim.Optimizer | None) -> None:
     """Drop all states of an optimizer, and of those inside of it."""
     for each in inside_of(optimizer):
-        if isinstance(each, StatesKeeper):
-            each.drop_states()
-        else:
-            each.state.clear()
+        own = each.states_keeper().drop_states if isinstance(each, KeepsStates) else None
+        (own or each.state.clear)()

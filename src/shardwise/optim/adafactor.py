@@ -84,7 +84,7 @@ class Adafactor(OwnStates):
         maximize: bool = False,
     ) -> None:
         check_arguments(Adafactor.__init__, locals())
-        self.forget_layout()
+        self._pools = Pools()
         defaults = {
             "lr": lr,
             "beta2_decay": beta2_decay,
@@ -97,12 +97,8 @@ class Adafactor(OwnStates):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what was pickled or copied."""
-        self.forget_layout()
-        super().__setstate__(state)
-
-    def forget_layout(self) -> None:
-        """Forget which ranks share parameters."""
         self._pools = Pools()
+        super().__setstate__(state)
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
         eps, floor = options["eps"]

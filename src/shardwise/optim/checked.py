@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.optim_names import named_in_group
-from shardwise.base.states_keeper import StatesKeeper
 
 #: The most elements that are computed with at a time, unless a single row has more. On CPUs, fewer
 #: are hardly faster, and each piece costs a rehearsal and an accelerator as much as a whole tensor.
 AT_ONCE = 1 << 21
 
 
-class CheckedOptimizer(StatesKeeper, torch.optim.Optimizer, abc.ABC):
+class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer that checks the options of its groups."""
 
     @abc.abstractmethod

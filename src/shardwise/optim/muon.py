@@ -90,7 +90,7 @@ class Muon(CheckedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": Algorithm.MUON.value,
         }
-        self.forget_layout()
+        self._forget_plans()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Muon(CheckedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # those of torch.optim.Muon do not say it
             group.setdefault("algorithm", Algorithm.MUON.value)
-        self.forget_layout()
+        self._forget_plans()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group.
@@ -165,8 +165,7 @@ class Muon(CheckedOptimizer):
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def forget_layout(self) -> None:
-        """Forget which ranks share parameters, and who does what."""
+    def _forget_plans(self) -> None:
         self._pools = Pools()
         self._plans = WorkPlans()
 

@@ -107,7 +107,7 @@ def whole(
 _Owners = dict[Tensor, tuple[DeviceMesh, int]]
 
 
-class OptimizerOnShards(StatesKeeper, torch.optim.Optimizer):
+class OptimizerOnShards(torch.optim.Optimizer):
     """An optimizer whose instances see plain tensors; :func:`local` and :func:`whole` make it.
 
     Args:
@@ -245,6 +245,14 @@ class OptimizerOnShards(StatesKeeper, torch.optim.Optimizer):
         self.drop_states()
         kept = self.kept()
         self.state.update({p: state for p, state in found.items() if kept is None or p in kept})
+
+    def states_keeper(self) -> StatesKeeper:
+        """Describe its states to checkpoints.
+
+        Returns:
+            A keeper that knows which of them are whole, on which rank.
+        """
+        return StatesKeeper(kept=self.kept, drop_states=self.drop_states)
 
     def drop_states(self) -> None:
         """Forget the states of all parameters, and how these are sharded."""

@@ -16,7 +16,7 @@ from shardwise._torch import autograd
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import StepInterruptedError
 from shardwise.base.optim_names import names_in_order, parameters_in_order
-from shardwise.base.states_keeper import StatesKeeper
+from shardwise.base.states_keeper import KeepsStates
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.norms import ClipBy, Clipping, NonFinite
 from shardwise.optim.torch_steps import TorchStepGroup, torch_step_groups
@@ -254,7 +254,7 @@ def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Grou
                 f"in_backward: group {group.fqn!r} steps in backward already; call remove() on the "
                 "optimizer that it steps with"
             )
-    if isinstance(inner, AroundOptimizer) and not isinstance(inner, StatesKeeper):
+    if isinstance(inner, AroundOptimizer) and not isinstance(inner, KeepsStates):
         kind = type(inner).__name__
         raise ValueError(
             f"in_backward: found a {kind}, expected an optimizer with states of its own; pass "

@@ -696,7 +696,6 @@ class _Arrivals:
             first = next((self._params[each] for each in tied if each in self._params), None)
             if first is not None:
                 self._params |= dict.fromkeys(tied, first)
-        keeper_of(self._optimizer).forget_layout()
         optimizer = self._optimizer
         self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []

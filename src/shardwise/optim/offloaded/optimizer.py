@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +98,7 @@ def offload(
     return OffloadedOptimizer(optimizer, Masters(masters), make_store, staging)
 
 
-class OffloadedOptimizer(StatesKeeper, AroundOptimizer):
+class OffloadedOptimizer(AroundOptimizer):
     """An optimizer whose states are kept elsewhere, except during its step; see :func:`offload`.
 
     Between steps, its states are tensors as ever. Those on a disk are mapped: reading one reads the
@@ -131,18 +132,6 @@ class OffloadedOptimizer(StatesKeeper, AroundOptimizer):
         self._failed: OffloadError | None = None
         super().__init__(inner)
         self._open()
-
-    def new_state(self, param: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The state of a parameter before the first step of the inner optimizer.
-
-        Args:
-            param: the parameter.
-        """
-        return keeper_of(self.inner).new_state(param)
-
-    def forget_layout(self) -> None:
-        """Let the inner optimizer forget how parameters were cut."""
-        keeper_of(self.inner).forget_layout()
 
     @property
     def nbytes_kept(self) -> int:
@@ -268,6 +257,19 @@ class OffloadedOptimizer(StatesKeeper, AroundOptimizer):
                 self._kept.replace(states)
                 self._kept.settle()
         before.update(rest)
+
+    def states_keeper(self) -> StatesKeeper:
+        """Describe its states to checkpoints.
+
+        Returns:
+            A keeper like that of the inner optimizer, which knows where states are.
+        """
+        return replace(
+            keeper_of(self.inner),
+            nbytes_kept=self.nbytes_kept,
+            home_like=self.home_like,
+            drop_states=self.drop_states,
+        )
 
     def home_like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor to read a state into, which :meth:`load_state_dict` is given then.
