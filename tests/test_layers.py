@@ -50,6 +50,7 @@ INNER_LAYERS = {
     "base": [
         ["errors"],
         ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
+        ["states_keeper"],
         ["html", "interrupts", "plain", "strict", "units"],
         ["files", "observe", "progress", "scratch"],
         ["spans"],

@@ -19,7 +19,7 @@ HOST_ONLY = {
     "checkpoint/formats": "files",
     "checkpoint/tools": "files",
     "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
-    "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
+    "checkpoint/ranks/optimizer_loading.py": "reads files into the memory of the host",
     "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/moving.py": "copies rows to the host and back, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fsdp
 from shardwise.base.optim_names import counts, keys_in_order
+from shardwise.base.states_keeper import keeper_of
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import replaced_in
-from shardwise.checkpoint.ranks.optimizer import inside_of
 from shardwise.frontends.optim_groups import (
     check_same_groups,
     groups_like,
@@ -45,8 +45,6 @@ from shardwise.frontends.state_dict import (
     wrappers_in,
 )
 from shardwise.frontends.summon import is_first
-from shardwise.optim.forms import OwnStates
-from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 from shardwise.transport.buckets import as_sendable
@@ -126,7 +124,7 @@ def save_by_name(
 
 
 def _check_all_on_all_ranks(optimizer: torch.optim.Optimizer | None, doing: str) -> None:
-    if isinstance(optimizer, OptimizerOnShards) and optimizer.kept() is not None:
+    if keeper_of(optimizer).kept() is not None:
         raise ValueError(
             f"{doing}: found an optimizer of shardwise.optim.whole, which has states of different "
             "parameters on each rank, expected all on all ranks; use shardwise.checkpoint"
@@ -157,7 +155,7 @@ def load_by_name(
         for kind, value in state.items()
         if isinstance(value, torch.Tensor) and name in params
     )
-    own = next((each for each in inside_of(optimizer) if isinstance(each, OwnStates)), None)
+    keeper = keeper_of(optimizer)
     tensors = dict(model.named_parameters())
 
     def place(
@@ -167,7 +165,7 @@ def load_by_name(
 
     states: dict[Any, dict[str, Any]] = {}
     for name, state in state_dict["state"].items():
-        forms = {} if own is None else own.new_state(tensors[name])
+        forms = keeper.new_state(tensors[name])
         made = {
             kind: receive(value).clone()
             if kind in are_counts and getattr(value, "ndim", None) == 0

@@ -89,7 +89,7 @@ class AdamW8bit(OwnStates):
         weight_decay: float = 1e-2,
     ) -> None:
         check_arguments(AdamW8bit.__init__, locals())
-        self._blocks: dict[Tensor, MomentBlocks | None] = {}
+        self._blocks: dict[Tensor, tuple[object, MomentBlocks | None]] = {}
         self._books: dict[tuple[Range, torch.device, float], CodeBook] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -125,11 +125,14 @@ class AdamW8bit(OwnStates):
         return dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, scales)
 
     def _blocks_of(self, param: Tensor) -> MomentBlocks | None:
-        """The blocks of a parameter's moments; ``None`` if they are in fp32."""
-        if param not in self._blocks:
+        """The blocks of a parameter's moments, as it is cut now; ``None`` if they are in fp32."""
+        layout = dtensor.spec_of(param) if isinstance(param, DTensor) else None
+        known, blocks = self._blocks.get(param, (self, None))
+        if known is not layout:
             is_small = param.ndim < 2 or param.numel() < SMALLEST
-            self._blocks[param] = None if is_small else MomentBlocks.of(param)
-        return self._blocks[param]
+            blocks = None if is_small else MomentBlocks.of(param)
+            self._blocks[param] = layout, blocks
+        return blocks
 
     def _step(self) -> None:
         todo = [

@@ -54,6 +54,13 @@ class AroundOptimizer(torch.optim.Optimizer):
         if self._constructed:
             self.replace_state(value)
 
+    def step_part(self) -> None:
+        """Step with the parameters that :attr:`param_groups` has now. Others may follow.
+
+        States may still be on their way afterwards: :meth:`settle` waits for them.
+        """
+        self.step()
+
     def settle(self) -> None:
         """Wait until the state can be read."""
 

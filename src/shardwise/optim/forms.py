@@ -22,6 +22,7 @@ from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base.optim_names import STEP, keys_in_order, parameters_in_order
 from shardwise.base.scratch import file
+from shardwise.base.states_keeper import StatesKeeper
 from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.part import row_major
 
@@ -167,6 +168,14 @@ class OwnStates(CheckedOptimizer):
         device = dtensor.plain(param).device
         made = {name: form.zeros(device) for name, form in self._forms(param).items()}
         return {STEP: torch.tensor(0.0), **made}
+
+    def states_keeper(self) -> StatesKeeper:
+        """Describe its states to checkpoints.
+
+        Returns:
+            A keeper that makes them as the optimizer does.
+        """
+        return StatesKeeper(self.new_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, for parameters that are sharded alike.

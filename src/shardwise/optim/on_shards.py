@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import named_in_group, parameters_in_order
+from shardwise.base.states_keeper import StatesKeeper
 from shardwise.optim import trials
 from shardwise.optim.around import hyperparameters, needs_closure
 from shardwise.optim.cells import Cell, MakeOptimizer, ParamCall
@@ -244,6 +245,14 @@ class OptimizerOnShards(torch.optim.Optimizer):
         self.drop_states()
         kept = self.kept()
         self.state.update({p: state for p, state in found.items() if kept is None or p in kept})
+
+    def states_keeper(self) -> StatesKeeper:
+        """Describe its states to checkpoints.
+
+        Returns:
+            A keeper that knows which of them are whole, on which rank.
+        """
+        return StatesKeeper(kept=self.kept, drop_states=self.drop_states)
 
     def drop_states(self) -> None:
         """Forget the states of all parameters, and how these are sharded."""

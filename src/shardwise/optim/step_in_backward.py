@@ -16,9 +16,9 @@ from shardwise._torch import autograd
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import StepInterruptedError
 from shardwise.base.optim_names import names_in_order, parameters_in_order
+from shardwise.base.states_keeper import KeepsStates
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.norms import ClipBy, Clipping, NonFinite
-from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.torch_steps import TorchStepGroup, torch_step_groups
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import groups_of
@@ -254,7 +254,7 @@ def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Grou
                 f"in_backward: group {group.fqn!r} steps in backward already; call remove() on the "
                 "optimizer that it steps with"
             )
-    if isinstance(inner, AroundOptimizer) and not isinstance(inner, OffloadedOptimizer):
+    if isinstance(inner, AroundOptimizer) and not isinstance(inner, KeepsStates):
         kind = type(inner).__name__
         raise ValueError(
             f"in_backward: found a {kind}, expected an optimizer with states of its own; pass "
@@ -413,7 +413,7 @@ class GroupSteps:
             return
         if self._parts is not None:
             self._parts.finish()
-        if isinstance(self._inner, OffloadedOptimizer):
+        if isinstance(self._inner, AroundOptimizer):
             self._inner.settle()
         self._forget_step()
         self._ended()
@@ -447,7 +447,7 @@ class GroupSteps:
         """Step with those of ``params`` that the optimizer has, and return them."""
         if self._parts is None or not self._names:
             inner = self._inner
-            step = inner.step_part if isinstance(inner, OffloadedOptimizer) else inner.step
+            step = inner.step_part if isinstance(inner, AroundOptimizer) else inner.step
             self._parts = PartialSteps(inner, step)
         parts = self._parts
         own = [param for param in params if param in parts]

@@ -11,12 +11,8 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorEntry
-from shardwise.checkpoint.ranks.optimizer import (
-    destinations,
-    load_optimizer_tree,
-    optimizer_tree,
-    parameter_names,
-)
+from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.optimizer_loading import destinations, load_optimizer_tree
 from shardwise.checkpoint.ranks.saving import Handle, copies
 from shardwise.checkpoint.ranks.state import (
     SavedState,

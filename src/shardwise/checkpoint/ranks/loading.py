@@ -40,11 +40,11 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks.agreement import checked
 from shardwise.checkpoint.ranks.arrival import Arrival
-from shardwise.checkpoint.ranks.optimizer import (
+from shardwise.checkpoint.ranks.optimizer import parameter_names
+from shardwise.checkpoint.ranks.optimizer_loading import (
     check_groups,
     destinations,
     load_optimizer_tree,
-    parameter_names,
 )
 from shardwise.checkpoint.ranks.per_rank import restored
 from shardwise.checkpoint.ranks.saving import wait_for_save

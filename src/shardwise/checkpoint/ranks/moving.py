@@ -25,6 +25,7 @@ from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
 from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
+from shardwise.base.states_keeper import drop_states, keeper_of
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
     Origin,
@@ -42,12 +43,8 @@ from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.arrival import Arrival
 from shardwise.checkpoint.ranks.loading import install, own_part
-from shardwise.checkpoint.ranks.optimizer import (
-    check_groups,
-    destinations,
-    inside_of,
-    parameter_names,
-)
+from shardwise.checkpoint.ranks.optimizer import parameter_names
+from shardwise.checkpoint.ranks.optimizer_loading import check_groups, destinations
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
     in_place,
@@ -56,9 +53,6 @@ from shardwise.checkpoint.ranks.state import (
     state_of,
     ties,
 )
-from shardwise.optim.checked import CheckedOptimizer
-from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
-from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.sharding import states
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.param import forms_of
@@ -226,7 +220,7 @@ class Departure(_Parts):
         """Leave nothing in the model and the optimizer, and forget them."""
         for form in forms_of(self.model.parameters()):
             form.leave()
-        _forget_states(self._optimizer)
+        drop_states(self._optimizer)
         self.model, self._optimizer = nn.Module(), None
 
 
@@ -236,17 +230,8 @@ def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         group.drop_fulls()
     for form in forms_of(model.parameters()):
         form.let_go()
-    offloaded = [each for each in inside_of(optimizer) if isinstance(each, OffloadedOptimizer)]
-    if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
-        _forget_states(optimizer)
-
-
-def _forget_states(optimizer: torch.optim.Optimizer | None) -> None:
-    for each in inside_of(optimizer):
-        if isinstance(each, OffloadedOptimizer | OptimizerOnShards):
-            each.drop_states()
-        else:
-            each.state.clear()
+    if not keeper_of(optimizer).nbytes_kept:  # in a store, with places there
+        drop_states(optimizer)
 
 
 def transfer(
@@ -478,7 +463,7 @@ class _Move:
             if target is not None:
                 _let_go(*target)
                 if source is None:
-                    _forget_states(target[1])
+                    drop_states(target[1])
             undo()
             return back.entries(self._ranks.rank)
 
@@ -712,9 +697,6 @@ class _Arrivals:
             first = next((self._params[each] for each in tied if each in self._params), None)
             if first is not None:
                 self._params |= dict.fromkeys(tied, first)
-        for each in inside_of(self._optimizer):
-            if isinstance(each, CheckedOptimizer):
-                each.__setstate__({})  # forgets what it knows of the layout before
         optimizer = self._optimizer
         self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []

@@ -45,11 +45,10 @@ from shardwise.checkpoint.formats.rank_files import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
-from shardwise.checkpoint.ranks.optimizer import (
+from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
+from shardwise.checkpoint.ranks.optimizer_loading import (
     destinations,
     load_optimizer_tree,
-    optimizer_tree,
-    parameter_names,
     saved_groups,
 )
 from shardwise.checkpoint.ranks.state import sharded_state_dict, sharded_state_dicts

@@ -28,6 +28,7 @@ from shardwise.base import devices
 from shardwise.base.observe import Activity, Memory, observing
 from shardwise.base.places import folder_of_place
 from shardwise.base.scratch import file
+from shardwise.base.states_keeper import keeper_of
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
@@ -294,7 +295,7 @@ class _Optimizer:
     @property
     def offloaded(self) -> int:
         """Bytes of states that are kept elsewhere."""
-        return self.inner.nbytes_kept if isinstance(self.inner, OffloadedOptimizer) else 0
+        return keeper_of(self.inner).nbytes_kept
 
 
 _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import folder_of_place
 from shardwise.base.portions import portions
+from shardwise.base.states_keeper import StatesKeeper, keeper_of
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -255,6 +257,19 @@ class OffloadedOptimizer(AroundOptimizer):
                 self._kept.replace(states)
                 self._kept.settle()
         before.update(rest)
+
+    def states_keeper(self) -> StatesKeeper:
+        """Describe its states to checkpoints.
+
+        Returns:
+            A keeper like that of the inner optimizer, which knows where states are.
+        """
+        return replace(
+            keeper_of(self.inner),
+            nbytes_kept=self.nbytes_kept,
+            home_like=self.home_like,
+            drop_states=self.drop_states,
+        )
 
     def home_like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor to read a state into, which :meth:`load_state_dict` is given then.

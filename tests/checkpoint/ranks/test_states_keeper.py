@@ -1,0 +1,109 @@
+"""A new optimizer is one file: it says how it keeps its states, and no checkpoint knows its class.
+
+The fake here has sums over columns, which are whole on every rank although parameters are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import zeros as zeros_dtensor
+
+from shardwise import checkpoint, fully_shard
+from shardwise.base.states_keeper import StatesKeeper, drop_states, keeper_of
+from shardwise.optim import AdamW8bit, in_backward, offload, whole
+from shardwise.optim.around import AroundOptimizer
+from tests.worlds import on_threads
+
+
+class Columns(torch.optim.SGD):
+    """Keeps the sums of columns of each matrix."""
+
+    def states_keeper(self) -> StatesKeeper:
+        return StatesKeeper(self.new_state)
+
+    def new_state(self, param: Tensor) -> Mapping[str, Tensor]:
+        if not isinstance(param, DTensor):
+            return {"columns": torch.zeros(param.shape[1])}
+        every = [Replicate()] * param.device_mesh.ndim
+        return {
+            "columns": zeros_dtensor(
+                param.shape[1], device_mesh=param.device_mesh, placements=every
+            )
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            sums = param.full_tensor().sum(0) if isinstance(param, DTensor) else param.sum(0)
+            self.state[param] = {**self.new_state(param)}
+            self.state[param]["columns"] += sums
+
+
+@on_threads(3)
+def test_states_of_a_form_of_their_own_load_as_their_optimizer_says(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(6, 7, bias=False), mesh=init_device_mesh("cpu", (3,)))
+    optimizer = Columns(model.parameters())
+    optimizer.step()
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    again = fully_shard(nn.Linear(6, 7, bias=False), mesh=init_device_mesh("cpu", (3,)))
+    other = Columns(again.parameters())
+    checkpoint.load(tmp_path / "saved", again, other)
+    (found,) = (state["columns"] for state in other.state.values())
+    (expected,) = (state["columns"] for state in optimizer.state.values())
+    assert found.placements == (Replicate(),)
+    assert torch.equal(found.to_local(), expected.to_local())
+
+
+class Wrapper(torch.optim.SGD):
+    """An optimizer of somebody else around another one, with states of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups)
+        self.inner = inner
+
+
+def test_the_keeper_is_the_first_optimizer_that_says_something() -> None:
+    model = nn.Linear(64, 64)
+    plain = torch.optim.AdamW(model.parameters())
+    own = AdamW8bit(model.parameters())
+    offloaded = offload(AdamW8bit(model.parameters()), "host")
+    for says in (own, AroundOptimizer(own), Wrapper(own), offloaded, AroundOptimizer(offloaded)):
+        state = keeper_of(says).new_state(model.weight)
+        assert state.keys() == own.new_state(model.weight).keys()
+    assert keeper_of(AroundOptimizer(offloaded)).home_like == offloaded.home_like
+    for says_nothing in (plain, Wrapper(plain), None):
+        assert keeper_of(says_nothing) == StatesKeeper()
+    assert StatesKeeper().new_state(model.weight) == {}
+    assert StatesKeeper().home_like(model.weight) is model.weight
+
+
+def test_dropping_states_reaches_those_of_every_optimizer_inside() -> None:
+    model = nn.Linear(4, 4)
+    inner = torch.optim.AdamW(model.parameters())
+    outer = Wrapper(AroundOptimizer(inner))
+    for each in (inner, outer):
+        each.state[model.weight] = {"exp_avg": torch.ones(4, 4)}
+    drop_states(outer)
+    assert not inner.state
+    assert not outer.state
+
+
+@on_threads(2)
+def test_whose_states_a_rank_has_is_seen_through_a_step_in_backward(
+    rank: int, world_size: int
+) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = in_backward(model, lambda params: whole(torch.optim.AdamW, params))
+    kept: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(kept, len(keeper_of(optimizer).kept() or ()))
+    assert sum(kept) == 2
