@@ -25,8 +25,8 @@ LAYERS = [
     ["transport"],
     ["elastic"],
     ["sharding"],
-    ["optim"],
     ["checkpoint"],
+    ["optim"],
     ["frontends"],
     ["compat", "pretrained"],
     ["weights"],
@@ -48,7 +48,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # The same inside packages that have packages.
 INNER_LAYERS = {
     "base": [
-        ["errors"],
+        ["boxes", "errors"],
         ["arguments", "lazy", "mixing", "say", "optim_names", "ordering", "places", "portions"],
         ["states_keeper"],
         ["html", "interrupts", "plain", "strict", "units"],

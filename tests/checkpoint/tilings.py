@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.base.boxes import Box, full_box
 
 QUICK = settings(
     max_examples=100,

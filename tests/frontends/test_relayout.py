@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import checkpoint, fully_shard, optim, relayout
 from shardwise._torch import dtensor
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError, PeerLostError
-from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks import moving
 from shardwise.checkpoint.ranks.state import state_of
 from shardwise.sharding.param import forms_of

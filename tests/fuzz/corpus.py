@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from shardwise.checkpoint.disk.boxes import full_box
+from shardwise.base.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.detect import open_rank_files

@@ -17,7 +17,7 @@ from shardwise import fully_shard
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan, with_counted_values
-from shardwise.optim.part import take
+from shardwise.sharding.part import take
 from tests.inspect.plans import Wide, planned_report, styles_of
 from tests.sharding.nets import Net
 

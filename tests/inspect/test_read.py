@@ -19,7 +19,7 @@ from shardwise import DataParallelMeshDims, FSDPModule, FullyShardedDataParallel
 from shardwise.insight.inspect.page import drawing, page
 from shardwise.insight.inspect.report import ParamKind, Report
 from shardwise.insight.inspect.text import as_text
-from shardwise.optim.part import take
+from shardwise.sharding.part import take
 from tests.corpus.gathering import own_part
 from tests.sharding.nets import Net
 from tests.worlds import on_threads

@@ -16,7 +16,7 @@ from shardwise.insight.inspect.report import (
     folded,
     unfolded,
 )
-from shardwise.optim.part import Part, full_part
+from shardwise.sharding.part import Part, full_part
 from tests.inspect.plans import planned_report
 
 

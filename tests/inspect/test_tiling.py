@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwise._torch import dtensor
 from shardwise.insight.inspect.grid import Block
-from shardwise.optim.part import cut, full_part, placed, shape_of, take
+from shardwise.sharding.part import cut, full_part, placed, shape_of, take
 from tests.inspect.plans import planned_report
 
 SIZE = st.integers(min_value=1, max_value=4)

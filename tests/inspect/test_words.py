@@ -25,7 +25,7 @@ from shardwise.insight.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
-from shardwise.optim.part import Span
+from shardwise.sharding.part import Span
 
 
 @pytest.mark.parametrize(

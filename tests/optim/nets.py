@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise import FSDPModule, fully_shard, init_mesh
 from shardwise._torch import dtensor
 from shardwise.optim import Muon, muon_groups
-from shardwise.optim.part import placed, take
+from shardwise.sharding.part import placed, take
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise.optim.deal import Unit, UnitPart, deal, rounds, units_of
-from shardwise.optim.part import full_part, placed
+from shardwise.sharding.part import full_part, placed
 
 
 def _everywhere(count: int, ranks: int) -> list[Unit]:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.base.boxes import Box, narrow
 from shardwise.checkpoint.formats.hf import HfSource
 from shardwise.checkpoint.formats.source import ReadWindow
 from shardwise.pretrained.pieced import Pieced

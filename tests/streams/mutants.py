@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
-    "optim/part.py": "says which elements a rank holds; only reports of the inspector take them",
+    "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "sharding/drawing.py": "works on the stream of the program, where its broadcasts run too",
     "sharding/own_order.py": "numbers of the host that ranks announce",
     "transport/gloo.py": "messages between tensors of the host",

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import Commit
 from shardwise.checkpoint.disk.entries import (
     SECTIONS,

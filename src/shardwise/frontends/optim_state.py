@@ -25,10 +25,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fsdp
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.optim_names import counts, keys_in_order
 from shardwise.base.states_keeper import keeper_of
-from shardwise.checkpoint.disk.boxes import Box
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.frontends.optim_groups import (
     check_same_groups,

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise._torch import dtensor
-from shardwise.optim.part import runs_of
+from shardwise.base.boxes import Box
 
 #: Elements of a block, but for the last one of a row.
 BLOCK = 256
@@ -188,7 +188,7 @@ def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> l
     """The blocks of a part of a row."""
     found: list[BlockRun] = []
     column = 0
-    for start, length in runs_of(row, offsets, sizes):
+    for start, length in Box(tuple(offsets), tuple(sizes)).runs(row):
         end = start + length
         while start < end:
             block, into = divmod(start, BLOCK)

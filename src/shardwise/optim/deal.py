@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.base.portions import portions
-from shardwise.optim.part import Part, Span, shape_of
+from shardwise.sharding.part import Part, Span, shape_of
 
 #: What moving one element to its owner and back costs, in floating-point operations.
 MOVE = 1000

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
+from shardwise.base.boxes import row_major
 from shardwise.base.optim_names import STEP, keys_in_order, parameters_in_order
 from shardwise.base.scratch import file
 from shardwise.base.states_keeper import StatesKeeper
 from shardwise.optim.checked import CheckedOptimizer
-from shardwise.optim.part import row_major
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 from shardwise._torch import dtensor
 from shardwise.optim.checked import gradient, shard_of_state
 from shardwise.optim.deal import Unit, UnitPart, deal, units_of
-from shardwise.optim.part import full_part
 from shardwise.optim.pool import RankPool, parts_of
 from shardwise.optim.shared_work import SharedWork, WorkPlan
+from shardwise.sharding.part import full_part
 
 _MOMENTUM = "momentum_buffer"
 #: The dtype of the iteration, and of updates on their way to it and back.

@@ -35,9 +35,9 @@ from shardwise.optim.cells import Cell, MakeOptimizer, ParamCall
 from shardwise.optim.checked import gradient
 from shardwise.optim.deal import MOVE, ROUND_BYTES, Unit, UnitPart, deal, units_of
 from shardwise.optim.forms import taking_states
-from shardwise.optim.part import full_part
 from shardwise.optim.pool import Pools, parts_of, ranks_of
 from shardwise.optim.shared_work import SharedWork, WorkPlan, WorkPlans
+from shardwise.sharding.part import full_part
 
 
 class Way(enum.Enum):

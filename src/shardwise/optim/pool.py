@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base.errors import RanksDivergedError
 from shardwise.base.units import listed
-from shardwise.optim.part import Part, placed
+from shardwise.sharding.part import Part, placed
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
 from shardwise.transport.peers import Peers, new_group

@@ -21,11 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.base import devices
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for

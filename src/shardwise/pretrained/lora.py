@@ -26,10 +26,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise._torch import fsdp
+from shardwise.base.boxes import narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of

@@ -21,13 +21,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, read_small, write_new
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import check_destination, written_beside
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, write_hf
 from shardwise.checkpoint.formats.source import (

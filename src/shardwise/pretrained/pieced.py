@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.base.boxes import Box, full_box, narrow
 from shardwise.checkpoint.disk.entries import StatePath
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 

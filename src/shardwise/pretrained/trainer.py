@@ -16,8 +16,8 @@ from transformers.trainer_callback import ExportableState
 from shardwise import checkpoint
 from shardwise._torch import dtensor
 from shardwise._torch.unread import Unread
+from shardwise.base.boxes import narrow
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.loading import own_part
 

@@ -27,12 +27,11 @@ import torch
 from torch import nn
 
 from shardwise.base import plain
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import LockedFile, read_small, write_new
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import DELETED, delete, remove
 from shardwise.checkpoint.disk.entries import dotted
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import as_bytes
 from shardwise.checkpoint.formats.hf import HfSource
 from shardwise.checkpoint.ranks import hf

@@ -30,10 +30,10 @@ from pathlib import Path
 import torch
 
 from shardwise.base import plain
+from shardwise.base.boxes import narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import LockedFile, is_locked, read_small
 from shardwise.checkpoint.disk.entries import torch_dtype
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, StoredSpan, lay_out, read_header
 from shardwise.checkpoint.ranks import hf
 from shardwise.checkpoint.ranks.agreement import Ranks

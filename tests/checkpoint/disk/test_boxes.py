@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
+from shardwise.base.boxes import Box, boxes_of_span, is_tiling
 from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes, tilings
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.base.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     Manifest,

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise import checkpoint
+from shardwise.base.boxes import full_box
 from shardwise.base.strict import FREE
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box

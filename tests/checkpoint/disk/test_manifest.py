@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.boxes import full_box
 from shardwise.base.units import version_of
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import manifest as module
-from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     Manifest,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.boxes import Box, full_box
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import (
     Manifest,
     TensorEntry,

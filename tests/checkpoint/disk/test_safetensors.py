@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from shardwise.base.boxes import full_box
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import safetensors
-from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.safetensors import (
     PT_METADATA,

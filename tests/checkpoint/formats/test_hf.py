@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import checkpoint
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX, SINGLE, HfSource, plan_files

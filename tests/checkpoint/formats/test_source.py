@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.boxes import Box, full_box, is_tiling
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats import source

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import zeros as zeros_dtensor
+from torch.distributed.tensor import Replicate, zeros
 
 from shardwise import checkpoint, fully_shard
 from shardwise.base.states_keeper import StatesKeeper, drop_states, keeper_of
@@ -29,21 +28,14 @@ class Columns(torch.optim.SGD):
         return StatesKeeper(self.new_state)
 
     def new_state(self, param: Tensor) -> Mapping[str, Tensor]:
-        if not isinstance(param, DTensor):
-            return {"columns": torch.zeros(param.shape[1])}
-        every = [Replicate()] * param.device_mesh.ndim
-        return {
-            "columns": zeros_dtensor(
-                param.shape[1], device_mesh=param.device_mesh, placements=every
-            )
-        }
+        mesh = param.device_mesh  # type: ignore[attr-defined]
+        return {"columns": zeros(param.shape[1], device_mesh=mesh, placements=[Replicate()])}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
-            sums = param.full_tensor().sum(0) if isinstance(param, DTensor) else param.sum(0)
-            self.state[param] = {**self.new_state(param)}
-            self.state[param]["columns"] += sums
+            state = self.state[param] = dict(self.new_state(param))
+            state["columns"].to_local().add_(param.full_tensor().sum(0))
 
 
 @on_threads(3)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint import CheckpointError, load_weights, save_hf
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.optim.part import runs_of
 from tests.checkpoint.small import make, same, save_small
 from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
 from tests.harness import run_ranks
@@ -28,7 +27,7 @@ def test_runs_are_the_elements_of_a_box_in_the_full_tensor(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     box = data.draw(boxes_in(shape))
-    runs = list(runs_of(shape, box.offsets, box.sizes))
+    runs = list(box.runs(shape))
     found = [element for first, count in runs for element in range(first, first + count)]
     tensor = torch.arange(math.prod(shape)).view(shape)
     assert found == part_of(tensor, box).flatten().tolist()

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import checkpoint
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.disk.boxes import Box
+from shardwise.base.boxes import Box
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +91,7 @@ def piece_key(fqn: str, shape: tuple[int, ...], box: Box) -> str:
     """
     if box.sizes == shape:
         return fqn
-    spans = zip(box.offsets, box.sizes, strict=True)
-    return f"{fqn}[{','.join(f'{a}:{a + n}' for a, n in spans)}]"
+    return f"{fqn}[{box.indices}]"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import Any
 
 import xxhash
 
+from shardwise.base.boxes import Box, is_tiling
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
@@ -39,7 +40,6 @@ from shardwise.base.strict import (
     refuse,
 )
 from shardwise.base.units import version_of
-from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     SECTIONS,

@@ -16,10 +16,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.base.boxes import Box, boxes_of_span, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Closing, open_file, read_exactly
 from shardwise.base.strict import refuse
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.safetensors import as_bytes, is_lazy, read_fields
 
@@ -228,18 +228,6 @@ class _ShardFile:
             os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
             self._asked = start + _AHEAD
         read_exactly(self._handle, view, offset, self.path)
-
-
-def narrow(tensor: Tensor, box: Box) -> Tensor:
-    """The view of a part of a tensor.
-
-    Args:
-        tensor: the tensor.
-        box: the part, inside the tensor.
-    """
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Tensor) -> None:

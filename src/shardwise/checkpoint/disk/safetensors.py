@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, NewFile, open_file, read_exactly
 from shardwise.base.strict import (
@@ -34,7 +35,6 @@ from shardwise.base.strict import (
     parse,
     refuse,
 )
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import DTYPE_NAMES, StoredPiece, TensorInfo, piece_key
 
 #: The longest header, in bytes, that the safetensors library reads.

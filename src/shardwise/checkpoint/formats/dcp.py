@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise._torch import c10d
+from shardwise.base.boxes import Box, full_box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, open_file, read_small, size_of, write_new
 from shardwise.base.strict import (
@@ -41,7 +42,6 @@ from shardwise.base.strict import (
     check_text,
     refuse,
 )
-from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.formats.layouts import flat_groups, grouped, sections
 from shardwise.checkpoint.formats.pickles import (

@@ -22,11 +22,11 @@ from typing import Any
 
 import xxhash
 
+from shardwise.base.boxes import full_box, row_major
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, read_small, write_new
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
-from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.safetensors import read_header, write_safetensors
 from shardwise.checkpoint.formats.source import (
@@ -36,7 +36,6 @@ from shardwise.checkpoint.formats.source import (
     Source,
     model_tensors,
 )
-from shardwise.optim.part import row_major
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import (
     Manifest,
     StatePath,

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.base.boxes import Box, full_box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import Fields, check_shape, check_text, refuse, shorten
-from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.values import RANKS, held_in, path_of_items
 from shardwise.checkpoint.formats.source import Extent, ExtentSource, check_boxes

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
+from shardwise.base.boxes import Box, full_box, is_tiling, narrow, row_major
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Closing, Links, open_file, read_exactly
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
-from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
+from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
 from shardwise.checkpoint.disk.values import unflatten
-from shardwise.optim.part import row_major
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -182,10 +181,7 @@ class ReadWindow:
         """Cut a tensor, or a box of it, into parts that fit in the buffer, in row-major order."""
         box = full_box(info.shape) if box is None else box
         limit = max(1, _whole_rows(self._bytes // info.itemsize, box.sizes))
-        for first in range(0, box.numel, limit):
-            for inner in boxes_of_span(box.sizes, first, min(first + limit, box.numel)):
-                offsets = tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True))
-                yield Box(offsets, inner.sizes)
+        return box.cut(limit)
 
     def chunks(self, source: Source, path: StatePath) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, in order; each chunk is valid until the next one."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardwise.base.boxes import Box, boxes_of_span, row_major
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import (
     MAX_DIMS,
@@ -32,7 +33,6 @@ from shardwise.base.strict import (
     check_text,
     refuse,
 )
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.formats.rank_files import (
     RankSource,
@@ -48,7 +48,6 @@ from shardwise.checkpoint.formats.torchfile import (
     read_tree,
     versions_of,
 )
-from shardwise.optim.part import row_major
 
 _SHARD = "_fsdp_shard"  # what the last component of a shard's name begins with
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 import torch
 
 from shardwise._torch import fake
+from shardwise.base.boxes import full_box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, open_file
 from shardwise.base.optim_names import without_wrappers
@@ -39,7 +40,6 @@ from shardwise.base.strict import (
     refuse,
 )
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.disk.values import held_in, leaves, replaced_in

@@ -26,12 +26,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
+from shardwise.base.boxes import Box, full_box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync, write_new
-from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
 from shardwise.checkpoint.formats.hf import (
     CONFIG,
@@ -49,7 +48,6 @@ from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
 
 R = TypeVar("R")
@@ -429,7 +427,7 @@ def _write_parts(
     for part in window.boxes(info, rows.box):
         found = narrow(rows.values, part.relative_to(rows.box.offsets))
         data = as_bytes(found.to(dtype).contiguous().cpu()).numpy().data
-        for first, count in runs_of(info.shape, part.offsets, part.sizes):
+        for first, count in part.runs(info.shape):
             run, data = data[: count * info.itemsize], data[count * info.itemsize :]
             _write_all(handle, run, start + first * info.itemsize)
 

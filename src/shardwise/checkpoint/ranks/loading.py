@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import dtensor
+from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import (
     Manifest,
@@ -27,7 +27,7 @@ from shardwise.checkpoint.disk.entries import (
     torch_dtype,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import is_lazy
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import open_source

@@ -22,11 +22,11 @@ from shardwise._torch import autograd
 from shardwise._torch.module import customizes_loading, customizes_saving
 from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
+from shardwise.base.boxes import Box, is_tiling, narrow
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
 from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.base.states_keeper import drop_states, keeper_of
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
     Origin,
     StatePath,
@@ -36,7 +36,6 @@ from shardwise.checkpoint.disk.entries import (
     dtype_name,
     torch_dtype,
 )
-from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import digest_of
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -824,14 +823,14 @@ class _Exchange:
         A rank that has what it needs takes it from itself, another from one of those that have it.
         """
         for entry in entries:
-            holders = _holders(entry)
+            holders, most = _holders(entry), max(_AT_ONCE // entry.itemsize, 1)
             for target, needs in enumerate(wanted):
                 if entry.fqn not in needs:
                     continue
                 for held, ranks in holders.items():
                     common = held.intersection(needs[entry.fqn])
                     source = target if target in ranks else ranks[target % len(ranks)]
-                    for box in () if common is None else _cut(common, entry.itemsize):
+                    for box in () if common is None else common.cut(most):
                         yield _Rows(entry, held, box, source, target)
 
     def _send(self, rows: list[_Rows]) -> None:
@@ -879,12 +878,3 @@ def _packed(rows: list[_Rows], memory: Tensor) -> Iterator[tuple[_Rows, Tensor]]
         flat = memory[at : at + each.box.numel * each.entry.itemsize]
         yield each, flat.view(torch_dtype(each.entry.dtype)).view(each.box.sizes)
         at += each.nbytes
-
-
-def _cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box into boxes that travel one after the other."""
-    most = max(_AT_ONCE // itemsize, 1)
-    for first in range(0, box.numel, most):
-        for part in boxes_of_span(box.sizes, first, min(first + most, box.numel)):
-            offsets = tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True))
-            yield Box(offsets, part.sizes)

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import dtensor
+from shardwise.base.boxes import Box, is_tiling
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import PathKey, StatePath
 
 #: The key under which the shards of a state are.
@@ -303,7 +303,7 @@ def _values(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) 
                 f"no values that can be copied to a plain tensor ({error}); load it on the mesh "
                 "that saved it"
             ) from error
-        from shardwise.checkpoint.disk.pieces import narrow
+        from shardwise.base.boxes import narrow
 
         source = narrow(values, shard.common.relative_to(shard.box.offsets))
         narrow(made, shard.common.relative_to(mine.offsets)).copy_(source)
@@ -312,8 +312,7 @@ def _values(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) 
 
 def _key(box: Box) -> str:
     """The name of a shard: ``"0:64,0:32"``; ``"all"`` for a tensor without dimensions."""
-    spans = zip(box.offsets, box.sizes, strict=True)
-    return ",".join(f"{first}:{first + size}" for first, size in spans) or "all"
+    return box.indices or "all"
 
 
 def _parsed(key: PathKey, where: object) -> Box:

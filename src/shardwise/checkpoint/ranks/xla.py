@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.arguments import check_arguments
+from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import refuse, shorten
 from shardwise.base.units import printable
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, dtype_name
 from shardwise.checkpoint.disk.values import replaced_in

@@ -1,6 +1,6 @@
 """The grid of ranks that a report shows, and how the parts that they hold tile a tensor.
 
-A *part* is what one rank holds (see :mod:`shardwise.optim.part`). A *block* is a part together
+A *part* is what one rank holds (see :mod:`shardwise.sharding.part`). A *block* is a part together
 with all ranks that hold it.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch import dtensor
-from shardwise.optim.part import Part, shape_of
+from shardwise.sharding.part import Part, shape_of
 
 Coordinate = tuple[int, ...]
 

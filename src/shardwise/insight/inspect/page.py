@@ -29,7 +29,7 @@ from shardwise.insight.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
-from shardwise.optim.part import Span
+from shardwise.sharding.part import Span
 
 #: The style of all drawings; ``--h`` is the hue of a block, in degrees.
 STYLE = """

@@ -36,10 +36,10 @@ from shardwise.insight.inspect.grid import (
     reachable,
 )
 from shardwise.insight.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
-from shardwise.optim.part import Part, cut, full_part, placed, shape_of, take
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.part import Part, cut, full_part, placed, shape_of, take
 from shardwise.sharding.state import state_of
 
 T = TypeVar("T")

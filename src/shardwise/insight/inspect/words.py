@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.insight.inspect.grid import Block
-    from shardwise.optim.part import Span
+    from shardwise.sharding.part import Span
 
 _MOST_RANGES = 4
 

@@ -6,11 +6,16 @@ row-major order. Torch is not imported.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PRIME = 2**61 - 1
 _BITS = 61
@@ -49,6 +54,13 @@ class Box:
         offsets = tuple(a - b for a, b in zip(self.offsets, origin, strict=True))
         return Box(offsets, self.sizes)
 
+    def cut(self, most: int) -> Iterator[Box]:
+        """Cut it into boxes of at most ``most`` elements, or fewer, in row-major order."""
+        for first in range(0, self.numel, most):
+            for inner in boxes_of_span(self.sizes, first, min(first + most, self.numel)):
+                offsets = tuple(a + b for a, b in zip(self.offsets, inner.offsets, strict=True))
+                yield Box(offsets, inner.sizes)
+
     def is_inside(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of this shape."""
         return len(shape) == len(self.offsets) and all(
@@ -72,6 +84,28 @@ class Box:
             last = last * m + a + n - 1
         return first, last + 1
 
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Where its elements lie in a tensor, as runs of consecutive elements, ascending.
+
+        Args:
+            shape: shape of the tensor that the box is part of.
+
+        Yields:
+            Index of the first element of a run, in row-major order, and its length.
+        """
+        if not self.numel:
+            return
+        deepest = max((dim for dim in range(len(shape)) if self.sizes[dim] < shape[dim]), default=0)
+        length, steps = math.prod(self.sizes[deepest:]), row_major(shape)
+        rows = [range(a, a + n) for a, n in self._spans()][:deepest]
+        for index in itertools.product(*rows, *((a,) for a in self.offsets[deepest:])):
+            yield sum(i * step for i, step in zip(index, steps, strict=True)), length
+
+    @property
+    def indices(self) -> str:
+        """Its indices in each dimension, ``"0:2,0:5"``."""
+        return ",".join(f"{a}:{a + n}" for a, n in self._spans())
+
     def _spans(self) -> Iterator[tuple[int, int]]:
         return zip(self.offsets, self.sizes, strict=True)
 
@@ -79,6 +113,23 @@ class Box:
 def full_box(shape: Sequence[int]) -> Box:
     """The box of a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor in row-major order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def narrow(tensor: Tensor, box: Box) -> Tensor:
+    """The view of a part of a tensor.
+
+    Args:
+        tensor: the tensor.
+        box: the part, inside the tensor.
+    """
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def boxes_of_span(shape: Sequence[int], first: int, end: int) -> Iterator[Box]:

@@ -6,9 +6,7 @@ A *part* has for each dimension of the tensor a tuple of *spans* ``(first, lengt
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import Placement
@@ -74,37 +72,6 @@ def take(tensor: torch.Tensor, part: Part) -> torch.Tensor:
         rows = [torch.arange(first, first + length) for first, length in spans]
         tensor = tensor.index_select(dim, torch.cat(rows) if rows else torch.arange(0))
     return tensor
-
-
-def runs_of(
-    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box lie in a tensor, as runs of consecutive elements, ascending.
-
-    Args:
-        shape: of the tensor, whose elements are in row-major order.
-        offsets: where the box begins, in each dimension.
-        sizes: of the box.
-
-    Yields:
-        Index of the first element of a run, and its length.
-    """
-    if not math.prod(sizes):
-        return
-    deepest = max((dim for dim in range(len(shape)) if sizes[dim] < shape[dim]), default=0)
-    below = math.prod(shape[deepest + 1 :])
-    for outer in itertools.product(
-        *(range(at, at + size) for at, size in zip(offsets[:deepest], sizes[:deepest], strict=True))
-    ):
-        start = 0
-        for index, size in zip((*outer, *offsets[deepest : deepest + 1]), shape, strict=False):
-            start = start * size + index
-        yield start * below, math.prod(sizes[deepest : deepest + 1]) * below
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor in row-major order."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _rows(size: int, ranks: int) -> Layout:
