@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.base.strict import parse
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.values import decode, encode, leaves, unflatten
+from shardwise.checkpoint.disk.values import TUPLE, decode, encode, leaves, unflatten
 from tests.checkpoint.tilings import QUICK
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -132,12 +132,14 @@ def test_a_state_is_taken_apart_down_to_its_tensors() -> None:
     assert found["extra", "plain"] == [1, [2]], "a list without tensors is one value"
 
 
+#: One is refused: it tells tuples from lists.
+_NAMES = st.text(min_size=1).filter(lambda key: key != TUPLE)
 _TREES = st.dictionaries(
-    st.text(min_size=1),
+    _NAMES,
     st.recursive(
         st.integers().map(lambda n: torch.tensor(n % 7)) | st.integers() | st.lists(st.integers()),
         lambda inner: (
-            st.dictionaries(st.text(min_size=1), inner, min_size=1, max_size=3)
+            st.dictionaries(_NAMES, inner, min_size=1, max_size=3)
             | st.lists(inner, min_size=1, max_size=3)
         ),
         max_leaves=8,
