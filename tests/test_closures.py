@@ -12,7 +12,8 @@ import pytest
 DOORS = {
     "fully_shard": ("shardwise.fully_shard", 13659, 51),
     "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 16899, 61),
-    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18826, 74),
+    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18875, 74),
+    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21181, 85),
     "simulate": ("shardwise.simulate(print, 2)", 7409, 36),
     "timeline.record": ("shardwise.timeline.record", 7366, 33),
     "a training of a recipe": (
@@ -22,8 +23,13 @@ DOORS = {
     ),
 }
 
-#: What is not loaded at all: no save needs to know an optimizer, or to read what others wrote.
-NEVER = {"checkpoint.save": ("shardwise.optim", "shardwise.checkpoint.formats")}
+_FORMATS = "shardwise.checkpoint.formats"
+_READERS = tuple(f"{_FORMATS}.{name}" for name in ("archive", "dcp", "pickles", "rank_files"))
+#: What is never loaded: checkpoints know no optimizer, and no format before there is a file of it.
+NEVER = {
+    "checkpoint.save": ("shardwise.optim", _FORMATS),
+    "checkpoint.load": ("shardwise.optim", *_READERS),
+}
 
 COUNT = """
 import sys

@@ -6,20 +6,22 @@ import contextlib
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
 from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
-from shardwise.checkpoint.formats.rank_files import (
-    RankFiles,
-    RankSource,
+from shardwise.checkpoint.formats.filenames import (
+    DEEPSPEED,
     files_beside,
     is_rank_file,
     sets_of_rank_files,
 )
 from shardwise.checkpoint.formats.source import Source
-from shardwise.checkpoint.formats.torchfile import DEEPSPEED
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.formats.rank_files import RankSource
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
@@ -198,6 +200,7 @@ def open_rank_files(files: Sequence[Path]) -> RankSource:
         CheckpointError: a file is missing, damaged, hostile, or of another checkpoint; or the parts
             of a tensor do not cover it.
     """
-    from shardwise.checkpoint.formats.torch_xla import XlaFiles, is_of_xla  # only for theirs
+    from shardwise.checkpoint.formats.rank_files import RankFiles
+    from shardwise.checkpoint.formats.torch_xla import XlaFiles, is_of_xla
 
     return XlaFiles(files) if is_of_xla(files[0]) else RankFiles(files)

@@ -10,7 +10,6 @@ and say where shards are in other words, which :mod:`.torch_xla` reads.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,27 +34,6 @@ FORMAT = "shardwise.rank"
 VERSION = 1
 _MAX_RANKS = 10**6
 _SECTIONS = ("model", "optimizer", "shard_metadata")
-_NAME = re.compile(r"(.*?)rank-(\d{1,9})-of-(\d{1,9})(\.pt|\.pth|\.bin)")
-
-
-def is_rank_file(path: Path) -> bool:
-    """Whether a path has the name of one rank's file."""
-    return _NAME.fullmatch(path.name) is not None
-
-
-def sets_of_rank_files(folder: Path) -> list[list[Path]]:
-    """The files of ranks in a folder; those of one checkpoint together, by rank."""
-    found: dict[tuple[str, ...], list[tuple[int, Path]]] = {}
-    for path in folder.glob("*rank-*-of-*.*"):
-        if match := _NAME.fullmatch(path.name):
-            before, rank, *rest = match.groups()
-            found.setdefault((before, *rest), []).append((int(rank), path))
-    return [[path for _, path in sorted(files)] for _, files in sorted(found.items())]
-
-
-def files_beside(path: Path) -> list[Path]:
-    """The files of all ranks of the checkpoint that a file of one rank belongs to."""
-    return next((files for files in sets_of_rank_files(path.parent) if path in files), [path])
 
 
 @dataclass(frozen=True)

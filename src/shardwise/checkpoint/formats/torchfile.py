@@ -44,6 +44,7 @@ from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dty
 from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.disk.values import held_in, leaves, replaced_in
 from shardwise.checkpoint.formats.archive import Archive, Record, write_checksums
+from shardwise.checkpoint.formats.filenames import DEEPSPEED
 from shardwise.checkpoint.formats.pickles import (
     AttributedDict,
     Constructor,
@@ -62,8 +63,6 @@ _MOST_STEPS = 1 << 23  # a tensor takes about 40
 _TIMES, _FREE = 64, 1 << 24
 # Keys under which training scripts save the state dict of a model.
 _MODEL = ("model", "state_dict", "model_state_dict")
-#: What to do to the parts that DeepSpeed saves on each rank.
-DEEPSPEED = "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a model of them"
 #: Files that only other software can read, by a name in their pickles: what they are, what to do.
 _OF_OTHERS = {
     b"torch.distributed._shard.sharded_tensor": "is a rank's local or sharded state dict of torch's"

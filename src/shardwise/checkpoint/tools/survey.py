@@ -21,7 +21,7 @@ from shardwise.checkpoint.formats.detect import (
     refuse_foreign,
     steps_root,
 )
-from shardwise.checkpoint.formats.rank_files import files_beside, sets_of_rank_files
+from shardwise.checkpoint.formats.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 
 _LOOKS = 50  # attempts to list a folder that a run changes at the same time
