@@ -202,19 +202,20 @@ class ReplicaSession:
     def _keep_in_touch(self) -> None:
         """Report, and read the plan; connect again when the connection has ended."""
         try:
-            client = self._client or self._connect()
+            client, plan = self._client, None
+            if client is None:
+                client, plan = self._connect(), self._plan
             self._tell(client)
-            plan = client.news()
+            plan = client.news() or plan
+            if plan is not None:
+                with self._changed:
+                    self._plan = plan
+                    self._changed.notify_all()
+                self._serve(plan)
         except (OSError, RuntimeError, ValueError) as error:
             # The connection has ended, or another program answers.
             self._note_lost(error)
             self._touch.sleep(_RETRY)
-            return
-        if plan is not None:
-            with self._changed:
-                self._plan = plan
-                self._changed.notify_all()
-            self._serve(plan)
 
     def _note_lost(self, why: Exception) -> None:
         if self._touch.is_closing:
