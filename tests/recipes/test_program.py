@@ -34,6 +34,7 @@ from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,
     Stepping,
+    TransportName,
     resolve_sharding,
 )
 from shardwise.insight.schema.training import (
@@ -115,6 +116,8 @@ _COUNTED = 3  # steps, of which the last one counts: then optimizers have their 
 
 def _train(given: Given) -> TrainConfig:
     settings = {name: value for name, value in given.items() if name != "frozen"}
+    # Others convert while they send, as simulated ranks do not.
+    settings["transport"] = TransportName.COLLECTIVES
     strategy = given.get("strategy", Strategy.FULL_SHARD)
     if strategy.is_hybrid:
         settings["replicas"] = 2

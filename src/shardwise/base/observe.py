@@ -14,10 +14,10 @@ import enum
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -191,25 +191,15 @@ def is_observed() -> bool:
 
 
 def begin(activity: Activity, name: str, dimension: str = "", nbytes: int = 0) -> int:
-    """Report that an activity begins; see :meth:`Observer.begin`.
-
-    Returns:
-        A number for :func:`end`; 0 if nothing watches.
-    """
+    """Report that an activity begins; return its number for :func:`end`, or 0: nobody watches."""
     observer = _observer  # read once: another thread may end the observation
     return 0 if observer is None else observer.begin(activity, name, dimension, nbytes)
 
 
 def collective(activity: Activity, name: str, wire: Route, nbytes: int, launches: int) -> int:
-    """Report that a collective is issued; see :meth:`Observer.collective`.
-
-    Returns:
-        A number for :func:`end`; 0 if nothing watches.
-    """
+    """Report that a collective is issued; return its number for :func:`end`, or 0, as above."""
     observer = _observer
-    if observer is None:
-        return 0
-    return observer.collective(activity, name, wire, nbytes, launches)
+    return 0 if observer is None else observer.collective(activity, name, wire, nbytes, launches)
 
 
 def end(number: int) -> None:
@@ -245,12 +235,8 @@ def memory_of(kind: Memory, name: str, *tensors: torch.Tensor) -> None:
             observer.memory(kind, name, nbytes)
 
 
+# ``weakref.finalize`` would do, and takes twice as long: there is one for each gradient.
 class _ReportedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage whose memory has been reported.
-
-    ``weakref.finalize`` would do, and takes twice as long: there is one for each gradient.
-    """
-
     __slots__ = ("key", "kind", "name", "nbytes", "observer")
     key: int
     kind: Memory
@@ -271,6 +257,23 @@ def _forget(observer: Observer) -> None:
         _known.pop(key, None)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+#: What code allocates memory for, by files and by the first lines of functions in them: most
+#: tensors are never reported, but whoever sees an operation finds the code that calls it.
+ALLOCATES: dict[str | tuple[str, int], Memory] = {}
+
+
+def allocates(kind: Memory) -> Callable[[_Function], _Function]:
+    """Say what a function allocates memory for, in ``ALLOCATES``; it runs as it did."""
+
+    def mark(function: _Function) -> _Function:
+        code = function.__code__
+        ALLOCATES[code.co_filename, code.co_firstlineno] = kind
+        return function
+
+    return mark
+
+
 def during(
     activity: Activity, name: str, dimension: str = "", nbytes: int = 0
 ) -> AbstractContextManager[None]:
@@ -281,8 +284,6 @@ def during(
 
 
 class _During:
-    """Ends an activity at the end of a block."""
-
     def __init__(self, number: int) -> None:
         self._number = number
 
@@ -293,9 +294,7 @@ class _During:
         end(self._number)
 
 
-class _Waiting(_During):
-    """The same of a wait, whose time counts even if nothing watches."""
-
+class _Waiting(_During):  # whose time counts even if nothing watches
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 

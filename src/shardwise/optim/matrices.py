@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from shardwise._torch import dtensor
+from shardwise.base import observe
 from shardwise.optim.checked import gradient, shard_of_state
 from shardwise.optim.deal import Unit, UnitPart, deal, units_of
 from shardwise.optim.pool import RankPool, parts_of
 from shardwise.optim.shared_work import SharedWork, WorkPlan
 from shardwise.sharding.part import full_part
+
+observe.ALLOCATES[__file__] = observe.Memory.TRANSPORT
 
 _MOMENTUM = "momentum_buffer"
 #: The dtype of the iteration, and of updates on their way to it and back.
@@ -112,6 +115,7 @@ class Orthogonalization(SharedWork):
             whole = update.to(DTYPE, copy=True).contiguous()
             self._apply(matrix, piece, self._compute({matrix: [whole]})[matrix])
 
+    @observe.allocates(observe.Memory.OTHER)
     def _prepare(self, unit: Unit, piece: UnitPart) -> tuple[torch.Tensor]:
         """Move the momentum toward the gradient, and return the update."""
         param = self._own[unit.param]
@@ -130,6 +134,7 @@ class Orthogonalization(SharedWork):
             results[unit] = orthogonalize(whole, *how)
         return results
 
+    @observe.allocates(observe.Memory.OTHER)
     def _apply(self, unit: Unit, piece: UnitPart, result: torch.Tensor) -> None:
         """Decay the weights, and add the orthogonal update."""
         param = self._own[unit.param]
@@ -142,6 +147,7 @@ class Orthogonalization(SharedWork):
         shard.add_(result, alpha=-(lr * scale(settings["adjust_lr_fn"], unit.shape)))
 
 
+@observe.allocates(observe.Memory.OTHER)
 def orthogonalize(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:

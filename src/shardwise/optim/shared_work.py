@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.base import observe
 from shardwise.optim.deal import ROUND_BYTES, Dealt, Unit, UnitPart, rounds
 from shardwise.optim.pool import RankPool
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Work
+
+observe.ALLOCATES[__file__] = observe.Memory.TRANSPORT
 
 #: Sets of parameters with gradients whose plans are kept. With a step in backward, each group of
 #: parameters is one.

@@ -40,6 +40,8 @@ from shardwise.transport.base import (
 )
 from shardwise.transport.memory import is_returned
 
+observe.ALLOCATES[__file__] = Memory.GRADIENTS
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -260,7 +262,6 @@ class GroupGrads:
         self._held: dict[GroupParam, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _dtype_for(self, param: GroupParam) -> torch.dtype:
-        """The dtype in which gradients of a parameter are accumulated and reduced."""
         own = self._own.get(param)
         return self._reduce_dtype(param.dtype) if own is None else own.reduce_dtype(param.dtype)
 
@@ -561,7 +562,6 @@ def _absent(grads: Sequence[Grad], found: torch.Tensor) -> Set[GroupParam]:
 
 
 def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling, name: str) -> torch.Tensor:
-    """Return a full gradient in the dtype of the reduction, as it goes into that."""
     if value.dtype != dtype:
         value = value.to(dtype)
         observe.memory_of(Memory.GRADIENTS, name, value)  # beside what it was converted from

@@ -123,7 +123,6 @@ def _check_init(drawn: DTensor) -> None:
 
 
 def _part_of(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this rank's part of a tensor is."""
     starts, sizes = dtensor.chunk_of(tensor)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 

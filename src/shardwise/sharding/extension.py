@@ -25,6 +25,8 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import Version
 
+observe.ALLOCATES[__file__] = Memory.FULL_PARAMETERS
+
 _PRE = "fsdp_pre_all_gather"
 
 
@@ -117,7 +119,6 @@ class Extension:
         self._report()
 
     def _report(self) -> None:
-        """Report the memory that the full parameter has now."""
         storages = (tensor.untyped_storage() for tensor in (*self._gathered, *self._inner))
         held = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         observe.memory(Memory.FULL_PARAMETERS, self._group, held - self._reported)

@@ -49,6 +49,8 @@ from shardwise.sharding.placement import full_tensor
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
+observe.ALLOCATES[__file__] = Memory.FULL_PARAMETERS
+
 # More writes than a parameter will ever see.
 _SEALED = 1_000_000_000
 
@@ -430,7 +432,6 @@ class FullParams:
             self.filled.unseal()
 
     def _report(self) -> None:
-        """Report the memory that there is now."""
         for buffers, before in self._reported.items():
             if buffers.nbytes != before:
                 self._reported[buffers] = buffers.nbytes

@@ -37,6 +37,8 @@ from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
 from shardwise.sharding.policy import Precision
 
+observe.ALLOCATES[__file__] = observe.Memory.FULL_PARAMETERS
+
 
 class GroupParam:
     """A parameter in one group. The modules change only with :meth:`install`.
@@ -205,7 +207,6 @@ class GroupParam:
             full.data = self.memory  # the next gather goes there
 
     def _as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values that the full parameter got for this rank's rows."""
         if self.layout.dim is None:
             return shard.to(dtype)
         gathered = self.form.mesh.shard.as_gathered(shard.reshape(-1), dtype)
@@ -245,6 +246,7 @@ class GroupParam:
             param._requires_grad = full.requires_grad
         return frozen
 
+    @observe.allocates(observe.Memory.GRADIENTS)
     def accumulate_grad(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Keep the gradient of this backward for a later reduction, in ``dtype``.
 
@@ -287,6 +289,7 @@ class GroupParam:
         full = self.full
         return self.accumulated_grad is not None or (full is not None and full.grad is not None)
 
+    @observe.allocates(observe.Memory.GRADIENTS)
     def zeros_for_grad(self) -> torch.Tensor | None:
         """Make a gradient of zeros; ``None`` if the parameter was never unsharded."""
         if self.full is None:
@@ -294,6 +297,7 @@ class GroupParam:
         # The memory of the full parameter may be freed; only its metadata is read.
         return torch.zeros(self.layout.shape, dtype=self.full.dtype, device=self.full.device)
 
+    @observe.allocates(observe.Memory.GRADIENTS)  # tensor parallel ranks', added
     def _plain(self, grad: torch.Tensor) -> torch.Tensor:
         """The part of a gradient that this rank reduces, as a plain dense tensor.
 

@@ -16,6 +16,10 @@ from functools import cached_property
 
 import torch
 
+from shardwise.base import observe
+
+observe.ALLOCATES[__file__] = observe.Memory.GRADIENTS  # in the order of chunks
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -126,7 +130,6 @@ class Layout:
             self.cut(full, rank).copy_(self._chunk_view(flat, rank))
 
     def _chunk_view(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """The chunk of ``rank`` in ``flat``, without padding, in the shape of its shard."""
         shape = self.shard_shape(rank)
         return flat.narrow(0, rank * self.chunk_numel, shape.numel()).view(shape)
 

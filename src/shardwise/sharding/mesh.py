@@ -272,7 +272,6 @@ def _check_order(mesh: DeviceMesh) -> None:
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the dimensions of a data parallel mesh, for reports."""
     return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
 
 
@@ -286,7 +285,6 @@ def _group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -
 
 
 def _groups(world: Peers) -> dict[tuple[object, ...], dist.ProcessGroup]:
-    """Keep the process groups, by their purposes and ranks."""
     return {}
 
 

@@ -27,6 +27,8 @@ from shardwise.sharding import attributes, drawing
 from shardwise.sharding.placement import Place
 from shardwise.sharding.steps import Steps, check_origin
 
+observe.ALLOCATES[__file__] = Memory.GRADIENTS
+
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
 
@@ -124,7 +126,6 @@ class ShardedParam:
         self._watch()
 
     def _wrap(self, shard: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-        """Make a parameter of ``shard``, frozen if ``like`` is."""
         made = dtensor.make_parameter(shard, self.spec, requires_grad=like.requires_grad)
         attributes.share(made, self.attributes)
         return made
@@ -466,14 +467,12 @@ class ShardedParam:
         self.hooked = backward, source
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's shard in its own memory, so that ``full`` can be freed."""
         rows = self.layout.cut(full.detach(), self.mesh.shard.rank)
         shard = self.offload.copy(rows, self.fqn)
         self._report(shard)
         return shard
 
     def _report(self, shard: torch.Tensor) -> None:
-        """Report the memory of a shard, unless it is on a disk."""
         if not self.offload.is_on_disk(shard):
             observe.memory_of(Memory.PARAMETERS, self.fqn, shard)
 

@@ -93,7 +93,6 @@ def is_describable(rows: int, pieces: int, ranks: int) -> bool:
 
 
 def _lengths(rows: int, ranks: int) -> list[int]:
-    """The number of rows of every rank."""
     layout = Layout(torch.Size((rows,)), 0, ranks)
     return [layout.rows(rank)[1] for rank in range(ranks)]
 

@@ -408,7 +408,6 @@ class Root:
             mesh.trim()
 
     def _steppers(self) -> list[Stepper]:
-        """What updates shards during backward; each once."""
         found = [group.stepper for group in self.groups if group.stepper is not None]
         return list(dict.fromkeys(found))
 

@@ -146,7 +146,6 @@ class Steps(Generic[Form]):
         self._are_checked.update(dict.fromkeys(self._are_checked, False))
 
     def _expect_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has other states, to be checked before its next step."""
         self._are_checked[optimizer] = False
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -391,13 +391,11 @@ class LocalTransport(Transport):
     overlaps_compute = False
 
     def _all_gather(self, call: Call) -> Work:
-        """Copy every shard into its full, in the dtype of the full."""
         for shard, full in zip(call.inputs, call.outputs, strict=True):
             full[: shard.numel()].copy_(shard)
         return FinishedWork()
 
     def _reduce_scatter(self, call: Call) -> Work:
-        """Copy every full into its shard, in the dtype of the shard."""
         for full, shard in zip(call.inputs, call.outputs, strict=True):
             shard[: full.numel()].copy_(full)
         return FinishedWork()

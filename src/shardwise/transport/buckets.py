@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.base import observe
 from shardwise.transport.memory import prefer_huge_pages, reported
 
 #: Bytes of the result that are summed at a time, so that they stay in cache.
@@ -148,6 +149,7 @@ def copy_chunks(full: torch.Tensor, rows: torch.Tensor) -> None:
 # -- the local sum of a reduction: one pass over memory, always in rank order ---------------------
 
 
+@observe.allocates(observe.Memory.OTHER)
 def add_in_order(
     out: torch.Tensor,
     parts: Sequence[torch.Tensor],

@@ -53,6 +53,7 @@ class HeapBuffers:
         device: the device of all tensors.
     """
 
+    @observe.allocates(Memory.FULL_PARAMETERS)
     def __init__(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> None:

@@ -16,7 +16,8 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from pathlib import PurePath
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardwise._torch import autograd, dtensor, fake, fsdp
+from shardwise import _torch, optim, sharding, transport
+from shardwise._torch import autograd, dtensor, fake, fsdp, fsdp2_code
+from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
+from shardwise.frontends import torch_groups
+from shardwise.insight.planning import wires
 from shardwise.insight.planning.events import (
     Change,
     Event,
@@ -474,7 +479,7 @@ class _Caller:
 
     Attributes:
         runtime: whether the sharding runtime does.
-        kind: what the memory that it allocates there is for, if the file says so.
+        kind: what the memory that it allocates there is for, if the code says so.
     """
 
     runtime: bool
@@ -482,42 +487,50 @@ class _Caller:
 
 
 _MODEL = _Caller(runtime=False)
-#: File of the runtime -> what it allocates memory for.
-_KINDS = {
-    "sharding/full_params.py": Memory.FULL_PARAMETERS,
-    "sharding/group_param.py": Memory.FULL_PARAMETERS,
-    "sharding/extension.py": Memory.FULL_PARAMETERS,
-    "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
-    "sharding/delivery.py": Memory.GRADIENTS,
-    "sharding/param.py": Memory.GRADIENTS,
-    "optim/offloaded/stores.py": Memory.OPTIMIZER,
-    "optim/matrices.py": Memory.TRANSPORT,
-    "optim/shared_work.py": Memory.TRANSPORT,
-    "transport/memory.py": Memory.FULL_PARAMETERS,
-    # Of torch's own FSDP2:
-    "_fsdp_collectives.py": Memory.TRANSPORT,
-    "_fsdp_param.py": Memory.FULL_PARAMETERS,
-}
-#: Functions of those files that allocate for something else, or what stands for it.
-_EXCEPTIONS = {
-    "accumulate_unsharded_grad_if_needed": Memory.GRADIENTS,
-    "all_gather_inputs": Memory.TRANSPORT,
-    "foreach_reduce": Memory.GRADIENTS,
-    "to_accumulated_grad_if_needed": Memory.GRADIENTS,
-    "accumulate_grad": Memory.GRADIENTS,
-    "_plain": Memory.GRADIENTS,  # what tensor parallel ranks have of it, added
-    "zeros_for_grad": Memory.GRADIENTS,
-    "take": Memory.TRANSPORT,  # of a loan of scratch
-    "_block": Memory.TRANSPORT,
-    "add_in_order": Memory.OTHER,
-    **dict.fromkeys(("_prepare", "_apply", "orthogonalize"), Memory.OTHER),  # of Muon
-    "_shared_full_parameters": Memory.FULL_PARAMETERS,
-    "_shared_staging": Memory.TRANSPORT,
-    "_copy_of_gloo": Memory.OTHER,
-}
-
 
 _FINDS_SHAPES = dtensor.code_that_finds_shapes()
+
+
+def _folder(package: ModuleType) -> str:
+    return f"{package.__path__[0]}/"
+
+
+#: Where operations are the runtime's, and where they are done for a caller.
+_TORCHS = fsdp2_code.PARAMETERS, fsdp2_code.COLLECTIVES
+_RUNTIME = (
+    *map(_folder, (sharding, optim, transport)),
+    *(str(each.__file__) for each in (wires, *_TORCHS)),
+)
+_HELPERS = (*map(_folder, (torch, _torch)), __file__, str(torch_groups.__file__))
+
+# What does not say what it allocates memory for: transports, unless it is for something else, and
+# torch's own FSDP2.
+for _code, _kind in (
+    (transport, Memory.TRANSPORT),
+    (fsdp2_code.COLLECTIVES, Memory.TRANSPORT),
+    (fsdp2_code.PARAMETERS, Memory.FULL_PARAMETERS),
+):
+    observe.ALLOCATES[str(_code.__file__)] = _kind
+for _made, _kind in (
+    (fsdp2_code.PARAMETERS.FSDPParam.all_gather_inputs.fget, Memory.TRANSPORT),
+    (fsdp2_code.PARAMETERS.FSDPParam.accumulate_unsharded_grad_if_needed, Memory.GRADIENTS),
+    (fsdp2_code.PARAMETERS.FSDPParam.to_accumulated_grad_if_needed, Memory.GRADIENTS),
+    (fsdp2_code.COLLECTIVES.foreach_reduce, Memory.GRADIENTS),
+):
+    observe.allocates(_kind)(inspect.unwrap(_made))
+
+
+def _kind_of(code: CodeType) -> Memory | None:
+    """What code says that it allocates memory for."""
+    own = observe.ALLOCATES.get((code.co_filename, code.co_firstlineno))
+    return _kind_of_file(code.co_filename) if own is None else own
+
+
+@functools.cache
+def _kind_of_file(file: str) -> Memory | None:
+    """What a file says, or a package that it is in."""
+    says = (file, *(str(folder / "__init__.py") for folder in PurePath(file).parents))
+    return next((observe.ALLOCATES[each] for each in says if each in observe.ALLOCATES), None)
 
 
 def _source(frame: FrameType | None) -> _Caller | None:
@@ -529,38 +542,12 @@ def _source(frame: FrameType | None) -> _Caller | None:
         code = frame.f_code
         if code is _FINDS_SHAPES:
             return None
-        source = _source_of_file(code.co_filename)
-        if source is not None:
-            kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
-            return source if kind is None else _Caller(runtime=True, kind=kind)
+        if code.co_filename.startswith(_RUNTIME):
+            return _Caller(runtime=True, kind=_kind_of(code))
+        if not code.co_filename.startswith(_HELPERS):
+            return _MODEL
         frame = frame.f_back
     return _MODEL
-
-
-@functools.cache
-def _source_of_file(path: str) -> _Caller | None:
-    """The source that a file stands for; ``None`` for torch and helpers, whose caller counts."""
-    if path.startswith(_TORCHS_FSDP2):
-        kind = _KINDS.get(path[len(_TORCHS_FSDP2) :])
-        return None if kind is None else _Caller(runtime=True, kind=kind)
-    if path.startswith(_TORCH) or path.endswith(_HELPERS):
-        return None
-    if not path.startswith(_HERE):
-        return _MODEL
-    name = path[len(_HERE) :]
-    if name.startswith("_torch/"):
-        return None
-    if name.startswith("transport/") or name == "insight/planning/wires.py":
-        return _Caller(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
-    if name.startswith(("sharding/", "optim/")):
-        return _Caller(runtime=True, kind=_KINDS.get(name))
-    return _MODEL
-
-
-_TORCH = str(torch.__file__).removesuffix("__init__.py")
-_TORCHS_FSDP2 = f"{_TORCH}distributed/fsdp/_fully_shard/"
-_HELPERS = ("insight/planning/recorder.py", "frontends/torch_groups.py")
-_HERE = __file__.removesuffix("insight/planning/recorder.py")
 
 
 # -- operations and their tensors ------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.base import devices, libc
+from shardwise.base import devices, libc, observe
 from shardwise.base.devices import Backend
 from shardwise.base.observe import Memory
 from shardwise.frontends.torch_groups import Launch
@@ -26,6 +26,8 @@ from shardwise.transport.shm.arena import Arena, Window
 from shardwise.transport.shm.handshake import Connections
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
+
+observe.ALLOCATES[__file__] = Memory.TRANSPORT
 
 
 @contextlib.contextmanager
@@ -152,9 +154,7 @@ class _GlooWork:
         """Return at once."""
 
 
-# The recorder tells by these functions whose memory it is.
-
-
+@observe.allocates(Memory.OTHER)
 def _copy_of_gloo(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
 
@@ -181,9 +181,7 @@ class _SimulatedArena(Arena):
         storage.resize_(storage.nbytes() + nbytes)
 
 
-# The recorder tells by these functions what the memory is for.
-
-
+@observe.allocates(Memory.FULL_PARAMETERS)
 def _shared_full_parameters() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 

@@ -19,6 +19,8 @@ from shardwise.base import devices, observe
 from shardwise.base.observe import Memory
 from shardwise.base.scratch.file import ALIGNMENT, KeptPart, ScratchFile
 
+observe.ALLOCATES[__file__] = Memory.OPTIMIZER
+
 #: Waits until bytes have arrived: the host, or the current stream of a device.
 Wait = Callable[[], None]
 
