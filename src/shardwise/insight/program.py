@@ -115,19 +115,20 @@ class Program:
         )
 
     def make_optimizer(
-        self, offload: Callable[..., torch.optim.Optimizer] = optim.offload
+        self, offload: Callable[..., torch.optim.Optimizer] | None = None
     ) -> torch.optim.Optimizer | None:
         """Make the optimizer over the shards; ``None`` if there is nothing to update.
 
         Args:
-            offload: keeps states elsewhere, if they are to be; as :func:`shardwise.optim.offload`.
+            offload: keeps states elsewhere, if they are to be; :func:`shardwise.optim.offload` if
+                ``None``.
         """
         made = optimizer_for(self.model, self.optimizer)
         if made is None:
             return None
         if self.config.offload is not None:
             masters = DTYPES[self.config.master_dtype]
-            made = offload(made, self.config.offload, masters=masters)
+            made = (offload or optim.offload)(made, self.config.offload, masters=masters)
         if self.stepping is Stepping.AFTER_BACKWARD:
             return made
         inner = made
