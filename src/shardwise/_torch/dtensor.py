@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -211,6 +211,11 @@ def flatten(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:
         return None
     names, context = wrapper.__tensor_flatten__()
     return {name: getattr(wrapper, name) for name in names}, context
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not fake."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -30,11 +30,6 @@ UNTRACEABLE = (
 )
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not fake."""
-    return not isinstance(tensor, FakeTensor)
-
-
 def stands_for_memory(tensor: torch.Tensor, mode: FakeTensorMode) -> bool:
     """Whether a tensor of the same program with values, run without ``mode``, would have memory."""
     if not isinstance(tensor, FakeTensor):

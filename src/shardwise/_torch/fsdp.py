@@ -52,6 +52,11 @@ class _WithOverride(MixedPrecisionPolicy):
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
 
+def has_extension(tensor: torch.Tensor) -> bool:
+    """Whether the class of ``tensor`` has an all-gather of its own."""
+    return hasattr(tensor, "fsdp_pre_all_gather")
+
+
 def with_own_dtypes(
     policy: MixedPrecisionPolicy, params: Collection[nn.Parameter]
 ) -> MixedPrecisionPolicy:

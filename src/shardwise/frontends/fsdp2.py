@@ -24,7 +24,6 @@ from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, fsdp_class_of
 from shardwise.sharding import hooks, user_calls
 from shardwise.sharding.additions import note_parameters
-from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
@@ -307,7 +306,7 @@ def _check_wire(param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
     """Check that no wire encodes what a tensor subclass has chosen to send."""
     gathers = mesh.shard.wire.gather != "fp32"
     local = dtensor.plain(param)
-    if gathers and has_extension(local):
+    if gathers and fsdp.has_extension(local):
         raise NotImplementedError(
             f"{fqn} on rank {dist.get_rank()}: found a {type(local).__name__}, whose "
             "fsdp_pre_all_gather decides what is sent, beside a wire that encodes parameters; "
@@ -355,7 +354,7 @@ def _check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
     """
     if isinstance(param, DTensor):
         found = f"a DTensor with placements {param.placements}"
-    elif has_extension(param):
+    elif fsdp.has_extension(param):
         found = f"a {type(param).__name__} with fsdp_pre_all_gather"
     else:
         return

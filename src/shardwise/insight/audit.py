@@ -488,7 +488,7 @@ def _full(tensor: DTensor, change: Callable[..., torch.Tensor] = torch.clone) ->
 def _has_values(tensor: DTensor) -> bool:
     local = dtensor.local_of(tensor)
     is_here = tensor.device_mesh.get_coordinate() is not None
-    return is_here and fake.has_values(local) and dtensor.has_memory(dtensor.wait_tensor(local))
+    return is_here and dtensor.has_values(local) and dtensor.has_memory(dtensor.wait_tensor(local))
 
 
 def _is_freed(tensor: DTensor) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor, fake
+from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.arguments import check_arguments
 from shardwise.base.optim_names import STEP
@@ -150,7 +150,7 @@ class AdamW8bit(OwnStates):
             device = dtensor.plain(param).device
             if device not in scratch:
                 scratch[device] = MomentScratch(device)
-            share = share_of(state[STEP].item()) if fake.has_values(state[STEP]) else NEAREST
+            share = share_of(state[STEP].item()) if dtensor.has_values(state[STEP]) else NEAREST
             first = self._book(Range.SIGNED, device, NEAREST)
             books = first, self._book(Range.UNSIGNED, device, share)
             update = Update(param, grad, state, blocks, group, books, scratch[device])

@@ -23,7 +23,7 @@ from array import array
 
 import torch
 
-from shardwise._torch import fake
+from shardwise._torch import dtensor
 
 CODES = 256
 #: The share with which the nearest code is taken.
@@ -87,7 +87,7 @@ class CodeBook:
     def __init__(self, numbers: Range, device: torch.device, share: float = NEAREST) -> None:
         self._is_signed = numbers is Range.SIGNED
         self._values = torch.tensor(values(numbers), dtype=torch.float32, device=device)
-        if fake.has_values(self._values):
+        if dtensor.has_values(self._values):
             self._table = _table(numbers, share).to(device)
         else:  # in a rehearsal
             self._table = torch.empty(_CELLS[numbers], dtype=torch.int32, device=device)

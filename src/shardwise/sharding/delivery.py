@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise._torch import autograd, fake
+from shardwise._torch import autograd, dtensor
 from shardwise._torch.dtensor import is_only_reference, local_of
 from shardwise.base import devices, observe
 from shardwise.base.observe import Memory
@@ -555,7 +555,7 @@ def _absent(grads: Sequence[Grad], found: torch.Tensor) -> Set[GroupParam]:
     In a rehearsal, all ranks have the same.
     """
     missing = {i: grad.param for i, grad in enumerate(grads) if grad.is_missing}
-    if missing and fake.has_values(found):
+    if missing and dtensor.has_values(found):
         sums = found.tolist()
         return {param for i, param in missing.items() if not sums[i]}
     return set(missing.values())

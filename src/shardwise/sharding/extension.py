@@ -30,11 +30,6 @@ observe.ALLOCATES[__file__] = Memory.FULL_PARAMETERS
 _PRE = "fsdp_pre_all_gather"
 
 
-def has_extension(tensor: torch.Tensor) -> bool:
-    """Whether the class of ``tensor`` has an all-gather of its own."""
-    return hasattr(tensor, _PRE)
-
-
 class Extension:
     """The all-gather of one such parameter."""
 

@@ -30,17 +30,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import autograd, dtensor
+from shardwise._torch import autograd, dtensor, fsdp
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory
 from shardwise.sharding import attributes
-from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
@@ -50,6 +50,9 @@ from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
 
 observe.ALLOCATES[__file__] = Memory.FULL_PARAMETERS
+
+if TYPE_CHECKING:
+    from shardwise.sharding.extension import Extension
 
 # More writes than a parameter will ever see.
 _SEALED = 1_000_000_000
@@ -319,7 +322,9 @@ class FullParams:
         for param in params:
             alone = mesh.shard.world_size == 1
             same = param.compute_dtype == param.dtype
-            if has_extension(param.local):
+            if fsdp.has_extension(param.local):
+                from shardwise.sharding.extension import Extension
+
                 self._extended.append(Extension(param, mesh))
             elif alone and same and param.local.device == mesh.device:
                 aliased.append(param)

@@ -31,9 +31,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwise._torch import autograd
+from shardwise._torch import autograd, fsdp
 from shardwise.base.errors import RanksDivergedError
-from shardwise.sharding.extension import has_extension
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.states import BACKWARD
 from shardwise.transport.base import Label
@@ -77,7 +76,7 @@ def check_own_order(groups: Sequence[ParamGroup]) -> None:
             found = "an optimizer that steps in backward"
         elif group.pages is not None:
             found = "shards on a disk"
-        elif any(has_extension(param.local) for param in group.params):
+        elif any(fsdp.has_extension(param.local) for param in group.params):
             found = "a tensor subclass that decides what is gathered"
         elif any(param.form.origin is not None for param in group.params):
             found = "parameters of tensor parallelism"

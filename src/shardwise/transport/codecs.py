@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise._torch import fake
+from shardwise._torch import dtensor
 from shardwise.base.devices import CPU
 from shardwise.base.mixing import mix
 from shardwise.transport.memory import reported
@@ -86,7 +86,7 @@ class Room:
 
 def _tile(device: torch.device) -> int:
     # Tensors without values cost the same however large they are.
-    is_host = device.type == CPU.type and fake.has_values(torch.empty(0))
+    is_host = device.type == CPU.type and dtensor.has_values(torch.empty(0))
     return _HOST_TILE if is_host else _DEVICE_TILE
 
 
@@ -104,7 +104,7 @@ class Noise:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._size = _tile(device)
-        if not fake.has_values(torch.empty(0)):
+        if not dtensor.has_values(torch.empty(0)):
             order = torch.arange(self._size)
         else:
             generator = torch.Generator().manual_seed(seed)
@@ -414,7 +414,7 @@ def encode(
             part.sub_(kept)
             # On the host the sum tells in a third of the time whether it has to. A device would
             # have to be waited for.
-            is_host = part.device.type == CPU.type and fake.has_values(part)
+            is_host = part.device.type == CPU.type and dtensor.has_values(part)
             if not is_host or not math.isfinite(part.sum().item()):
                 torch.nan_to_num(part, 0.0, 0.0, 0.0, out=part)
 

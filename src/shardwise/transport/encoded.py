@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise._torch import fake
+from shardwise._torch import dtensor
 from shardwise.base.devices import CPU
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import (
@@ -291,7 +291,7 @@ class Tally:
     def add(self, codec: Codec, piece: Piece, numel: int) -> None:
         """Count those among the first elements of a piece, without waiting for its device."""
         found = codec.spoiled(piece, numel) if numel else None
-        if found is None or not fake.has_values(found):
+        if found is None or not dtensor.has_values(found):
             return
         if found.device.type == CPU.type:
             with self._counting:
