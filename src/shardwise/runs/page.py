@@ -18,8 +18,8 @@ from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 from shardwise.runs.metrics import without_nan
 
-#: The pages that a run may have in its folder, each with a page.js.
-_FRAMED = ("shardwise.insight.inspect.page", "shardwise.timeline.page")
+#: The page that a run may have in its folder that has a script: how its model is sharded.
+_FRAMED = "shardwise.insight.inspect.page"
 
 
 class Updates(enum.Enum):
@@ -44,7 +44,7 @@ def page(
     """
     scripts = (resource(__name__, "uplot/uPlot.iife.min.js"), resource(__name__, "page.js"))
     # Pages inside of the page are under its policy, too: their scripts are ours, or do not run.
-    known = (*scripts, *(resource(module, "page.js") for module in _FRAMED))
+    known = (*scripts, resource(_FRAMED, "page.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in known)
     data: dict[str, Any] = {"runs": runs}
     if updates is Updates.RELOAD:  # who never writes it again cannot say so
