@@ -265,7 +265,8 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping
     old, new = flatten(before), flatten(now)
     for name, option in names.items():
         if old.get(name) != new.get(name):
-            raise OptionError(option, new.get(name), f"{old.get(name)}, as in the run to resume")
+            was = "nothing" if old.get(name) is None else old[name]
+            raise OptionError(option, new.get(name), f"{was}, as in the run to resume")
 
 
 def check_same_model(
@@ -287,7 +288,7 @@ def check_same_model(
         return
     if before.get("name") == now["name"] and set(differing) <= options.keys():
         check_same(old, new, {name: options[name] for name in differing})
-    expected = f"{before.get('name')} as it was when the run began that --resume goes on"
+    expected = f"{before.get('name')} as in the run to resume"
     raise OptionError("--model", f"{now['name']}, another model", expected)
 
 
