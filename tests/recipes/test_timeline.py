@@ -18,7 +18,7 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base import plain
 from shardwise.base.observe import Activity, is_observed
-from shardwise.insight import step
+from shardwise.insight import program
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import steps_to_record
 from shardwise.timeline import recording
@@ -97,7 +97,7 @@ def _diverge(rank: int, world_size: int, config: LmConfig) -> list[str]:
             said.append(json.loads(record.read_text())["sessions"][-1]["status"])
 
     with (
-        mock.patch.object(step, "clip_grad_norm_", return_value=torch.tensor(math.nan)),
+        mock.patch.object(program, "clip_grad_norm_", return_value=torch.tensor(math.nan)),
         mock.patch.object(recording, "leave", leave),
     ):
         return [*train(rank, world_size, config), *said]
