@@ -173,7 +173,9 @@ def test_every_option_that_differs_is_a_change_or_refused(recipe: str) -> None:
         names = [name.partition("/")[0] for name in (*setting.flags, setting.key)][:1]
         assert list(now.changes(before)) == (names if rule.is_kept else []), setting.key
         if rule is OnResume.FIXED:
-            with pytest.raises(OptionError, match=f"^{re.escape(setting.key)}: .* as in the run to resume"):
+            with pytest.raises(
+                OptionError, match=f"^{re.escape(setting.key)}: .* as in the run to resume"
+            ):
                 now.check_same(before)
         else:
             now.check_same(before)
