@@ -18,8 +18,8 @@ from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 from shardwise.runs.metrics import without_nan
 
-#: The pages that a run may have in its folder, each with a page.js.
-_FRAMED = ("shardwise.insight.inspect.page", "shardwise.timeline.page")
+#: Of the pages that a run may have in its folder, those with a script: page.js.
+_FRAMED = ("shardwise.insight.inspect.page",)
 
 
 class Updates(enum.Enum):
