@@ -112,9 +112,14 @@ def options_of_run(
     for setting in options.settings():
         if not setting.option.on_resume.is_kept:
             continue
-        value: Any = record.get("config")
+        value: Any = record.get("config", {})
         for key in setting.keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            if not isinstance(value, Mapping | None):
+                raise UserError(
+                    f"{place}: found {brief(str(value))} where {setting.key[2:]} is, expected an "
+                    "object"
+                )
+            value = None if value is None else value.get(key)
         if value is None or value == []:
             continue
         several = get_origin(setting.kind) is tuple

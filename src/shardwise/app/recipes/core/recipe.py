@@ -25,12 +25,14 @@ from shardwise.insight.schema.option import (
     Config,
     OnResume,
     OptionError,
+    as_json,
     fixed_defaults,
     flatten,
+    option_name,
     option_names,
 )
 from shardwise.insight.schema.sharding import Gathers, resolve_sharding
-from shardwise.insight.schema.training import TrainConfig
+from shardwise.insight.schema.training import DilocoConfig, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -182,8 +184,6 @@ class Inputs:
         other, own = _without(usual, before.get("model", {})), _without(usual, now["model"])
         check_same_model(other, own, self.config.model_options)
         was = flatten(before.get("config", {}))
-        if "betas" in was:  # as both were called
-            was |= dict(zip(("beta1", "beta2"), was["betas"], strict=True))
         names = option_names(self.config)
         # What it does not say was as by default before there was a choice.
         check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
@@ -200,15 +200,18 @@ class Inputs:
             before: the content of its ``run.json``.
 
         Returns:
-            The old and the new value of each.
+            The old and the new value of each. Of a setting that this version does not have, the
+            new one is None.
         """
         names = option_names(self.config, *(rule for rule in OnResume if rule.is_kept))
         was, now = flatten(before.get("config", {})), flatten(self.facts()["config"])
-        return {
+        known = {
             option: (was[name], now[name])
             for name, option in names.items()
             if name in was and was[name] != now[name]
         }
+        gone = was.keys() - now.keys() - flatten(as_json(DilocoConfig())).keys()
+        return known | {option_name(n): (was[n], None) for n in sorted(gone) if was[n]}
 
     def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the option that names the data, what they are now, and what others are called.
