@@ -155,11 +155,13 @@ def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], mes
         )
 
 
-def test_a_host_that_does_not_see_the_run_that_goes_on_is_told() -> None:
+@pytest.mark.parametrize(("sees", "other"), [(0, 1), (1, 0)])
+def test_a_host_that_does_not_see_the_run_that_goes_on_is_named(sees: int, other: int) -> None:
     names = agreed_options(LmConfig.for_model("llama-tiny"))
-    hosts = [facts(seed=1, existing="resume"), facts(existing="auto-resume")]
-    message = "expected 1, as on host 0, which goes on with a run; host 1 .* does not see it: --res"
-    with pytest.raises(OptionError, match=f"--seed: found 0 on host 1, {message}"):
+    hosts = [facts(existing="auto-resume"), facts(existing="auto-resume")]
+    hosts[sees] = facts(seed=1, existing="resume")
+    message = f"host {sees} goes on with a run, and host {other} .* does not see it: --res"
+    with pytest.raises(OptionError, match=f"--seed: found .*, as on host 0; {message}"):
         check_alike(hosts, names)
 
 

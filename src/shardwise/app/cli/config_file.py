@@ -226,7 +226,8 @@ def _value(setting: Setting, name: str, path: Path, node: Any, key: str) -> Any:
     """Return what a file says about an option, or by a flag of it; None: nothing."""
     if name in setting.flags:
         is_on = _scalar(dataclasses.replace(setting, kind=bool), path, node, key)
-        named = name if is_on else f"--no-{name[2:]}"
+        opposite = f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+        named = name if is_on else opposite
         return None if is_on is None else setting.flags.get(named)
     several = get_origin(setting.kind) is tuple
     if not several or node.id != "sequence":

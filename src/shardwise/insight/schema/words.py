@@ -118,8 +118,6 @@ FORMS: Mapping[str, str] = {
     "--rdzv-backend": "--rdzv HOST:PORT of host 0, or torchrun --rdzv-backend ... -m shardwise",
     "--rdzv-id": "--rdzv HOST:PORT, with a port of its own for each job",
     "--rdzv-conf": "--rdzv-timeout SECONDS",
-    "--redirects": "--log-dir FOLDER, and --tee 0",
-    "--local-ranks-filter": "--tee 0:3, of the ranks that are shown",
     "--standalone": "to leave it out (one host is the default)",
     "--multi-gpu": "--nproc gpu",
     "--nproc": "--mesh dp=N",

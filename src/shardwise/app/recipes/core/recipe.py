@@ -25,14 +25,12 @@ from shardwise.insight.schema.option import (
     Config,
     OnResume,
     OptionError,
-    as_json,
     fixed_defaults,
     flatten,
-    option_name,
     option_names,
 )
 from shardwise.insight.schema.sharding import Gathers, resolve_sharding
-from shardwise.insight.schema.training import DilocoConfig, TrainConfig
+from shardwise.insight.schema.training import TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -188,8 +186,7 @@ class Inputs:
         # What it does not say was as by default before there was a choice.
         check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
         data = before.get("data", {})
-        same = [data.get(key) == now["data"].get(key) for key in ("fingerprint", "tokenizer")]
-        if not all(same):
+        if any(data.get(key) != now["data"].get(key) for key in ("fingerprint", "tokenizer")):
             option, found, called = self.of_data(data)
             raise OptionError(option, found, f"{called}, as in the run to resume")
 
@@ -200,18 +197,17 @@ class Inputs:
             before: the content of its ``run.json``.
 
         Returns:
-            The old and the new value of each. Of a setting that this version does not have, the
-            new one is None.
+            The old and the new value of each; None for what this version does not have.
         """
+        from shardwise.app.recipes.core.former import not_known  # not for a run that begins
+
         names = option_names(self.config, *(rule for rule in OnResume if rule.is_kept))
         was, now = flatten(before.get("config", {})), flatten(self.facts()["config"])
-        known = {
+        return not_known(was, now) | {
             option: (was[name], now[name])
             for name, option in names.items()
             if name in was and was[name] != now[name]
         }
-        gone = was.keys() - now.keys() - flatten(as_json(DilocoConfig())).keys()
-        return known | {option_name(n): (was[n], None) for n in sorted(gone) if was[n]}
 
     def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the option that names the data, what they are now, and what others are called.

@@ -35,7 +35,7 @@ from shardwise.base.say import say
 from shardwise.base.strict import Fields, parse
 from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.insight.schema.option import OptionError, flatten
-from shardwise.insight.schema.training import Existing, LogName, OutputConfig
+from shardwise.insight.schema.training import Existing, OutputConfig
 from shardwise.runs.files import Lock, RunFiles, lock_of
 from shardwise.runs.metrics import without_nan
 
@@ -209,9 +209,7 @@ class RunDir(RunFiles):
         partial.rename(self.tokenizer)
 
     def read(self, option: str = "--out") -> dict[str, Any]:
-        """Return the content of ``run.json``, with its types checked.
-
-        Settings of an earlier version have the names that they have now.
+        """Return the content of ``run.json``, with its types checked, by the names of today.
 
         Args:
             option: what named the folder, for errors.
@@ -235,41 +233,23 @@ def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
     where = str(files.run_json)
     fields = Fields(record, where)
     known = fields.all()
-    if "recipe" in known:
-        fields.text("recipe")
+    for name in {"recipe", "identity"}.intersection(known):
+        fields.text(name)
     for name in ("config", "model", "data"):
         if name in known:
             fields.object(name)
     if "config" in known:
-        known["config"] = _as_now(known["config"])
+        from shardwise.app.recipes.core.former import as_now  # not for a run that begins
+
+        known["config"] = as_now(known["config"])
     if "settings" in known.get("model", {}):
         Fields(known["model"], f"{where}, 'model'").object("settings")
-    if "identity" in known:
-        fields.text("identity")
     if "best" in known:
-        best = Fields(known["best"], f"{where}, 'best'")
-        best.number("step")
+        Fields(known["best"], f"{where}, 'best'").number("step")
     if "sessions" in known:
         for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
             Fields(session, f"{where}, session {number}")
     return known
-
-
-def _as_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration that an earlier version wrote by the names of today."""
-    now: dict[str, Any] = {}
-    for name, value in settings.items():
-        match name, value:
-            case _, dict():
-                now[name] = _as_now(value)
-            case "betas", [beta1, beta2]:
-                now |= {"beta1": beta1, "beta2": beta2}
-            case "tensorboard", bool():
-                log = settings.get("log") or LogName.JSONL.value
-                now["log"] = f"{log},{LogName.TENSORBOARD.value}" if value else log
-            case _:
-                now.setdefault(name, value)
-    return now
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
