@@ -95,6 +95,8 @@ nproc: 2
         ("auto_resume_from_checkpoints: true\nresume: false", "auto-resume", "after-backward"),
         ("overwrite_output_dir: true", "overwrite", "after-backward"),
         ("overwrite: false\nresume: ~\nstep-in-backward: false", "refuse", "after-backward"),
+        ("no-step-in-backward: true", "refuse", "after-backward"),
+        ("no-step-in-backward: false", "refuse", "in-backward"),
     ],
 )
 def test_a_flag_is_true_or_false(tmp_path: Path, text: str, existing: str, stepping: str) -> None:

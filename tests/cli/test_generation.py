@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,10 @@ def test_a_text_ends_with_the_end_of_text(shell: Shell, folder: Path) -> None:
         (["--top-p", "0"], "--top-p: found 0.0, expected a number above 0"),
         (["--top-k", "-1"], "--top-k: found -1, expected 0 or more"),
         (["--dtype", "int8"], "--dtype: found 'int8', expected one of fp32, bf16, fp16"),
+        (
+            ["--prompt", os.fsdecode(b"\xff")],
+            "--prompt: found bytes that are no UTF-8, expected text in UTF-8",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(shell: Shell, words: list[str], expected: str) -> None:

@@ -152,6 +152,29 @@ def test_a_run_that_says_what_cannot_be_is_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("log", "goes_to"), [({}, "jsonl"), ({"log": "wandb"}, "wandb")])
+def test_a_run_of_an_earlier_version_keeps_what_has_another_name_now(
+    started: list[Any], log: dict[str, str], goes_to: str
+) -> None:
+    other_run("lm", Path("run"))
+    file = Path("run/run.json")
+    record = json.loads(file.read_text())
+    of_output = record["config"]["train"]["output"]
+    del of_output["log"]
+    of_output |= {"tensorboard": True, **log}
+    file.write_text(json.dumps(record))
+    assert call("train", "lm", "--out", "run", "--resume") == 0
+    assert started[0][0].config.train.output.log == f"{goes_to},tensorboard"
+
+
+def test_a_section_of_a_run_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options would be as by default, and the run would go on as another one."""
+    Path("run").mkdir()
+    Path("run/run.json").write_text('{"recipe": "lm", "config": {"train": {"optimizer": [0.5]}}}')
+    assert call("train", "lm", "--out", "run", "--resume") == 2
+    assert "run/run.json: found '[0.5]' where optimizer is, expected" in capsys.readouterr().err
+
+
 @dataclasses.dataclass
 class AsAsked(Inputs):
     """A configuration whose model and data are always the same."""
@@ -179,6 +202,13 @@ def test_every_option_that_differs_is_a_change_or_refused(recipe: str) -> None:
                 now.check_same(before)
         else:
             now.check_same(before)
+
+
+def test_a_setting_that_this_version_does_not_have_is_a_change() -> None:
+    run = AsAsked(train._options_of("lm").default)
+    before = run.facts()
+    before["config"]["train"] |= {"tokens_ahead": 2, "of_no_use": None}
+    assert run.changes(before) == {"--tokens-ahead": (2, None)}
 
 
 def test_the_guide_has_the_rule_of_every_option() -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.app.cli.run import ScriptConfig
 from shardwise.elastic.network import listening
 from shardwise.elastic.output import RankOutput, Shown
+from shardwise.insight.schema.option import OptionError
 from tests.cli.shell import call, refused
 from tests.programs import Program, shell_environment, start_program
 from tests.waiting import wait_until
@@ -135,6 +137,13 @@ def test_what_each_rank_writes_is_shown_behind_its_number(
 )
 def test_tee_says_which_streams_are_shown(tee: str, local_rank: int, shown: list[str]) -> None:
     assert Shown(tee).streams(local_rank) == shown
+
+
+@pytest.mark.parametrize("tee", ["2:3", "0:1,0:2", "4", ""])
+def test_what_tee_cannot_show_is_refused(tee: str) -> None:
+    """A rank that is not here, or twice, would leave out what somebody waits for."""
+    with pytest.raises(OptionError, match=f"--tee: found '{tee}', expected "):
+        ScriptConfig(tee=tee).shown(processes=2)
 
 
 def test_a_progress_bar_is_a_line_now_and_then(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import io
+import json
 import linecache
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -256,6 +258,18 @@ def test_no_rank_outlives_its_caller(tmp_path: Path, signum: signal.Signals) -> 
     if signum == signal.SIGINT:
         assert (program.returncode, out) == (0, "interrupted\n")
         assert (tmp_path / "interrupted-0").exists() and (tmp_path / "interrupted-1").exists()
+
+
+def test_an_interrupt_while_the_agent_imports_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(call._START)
+    (tmp_path / "path.json").write_text(json.dumps([str(tmp_path), *sys.path]))
+    module = tmp_path / "shardwise" / "elastic" / "call.py"
+    module.parent.mkdir(parents=True)
+    (tmp_path / "shardwise" / "__init__.py").touch()
+    module.write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    words = [*call._command(tmp_path), "agent"]
+    ended = subprocess.run(words, capture_output=True, check=False, timeout=WAIT)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
 
 
 def test_a_notebook_sees_what_rank_0_prints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,11 +155,13 @@ def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], mes
         )
 
 
-def test_a_host_that_does_not_see_the_run_that_goes_on_is_told() -> None:
+@pytest.mark.parametrize(("sees", "other"), [(0, 1), (1, 0)])
+def test_a_host_that_does_not_see_the_run_that_goes_on_is_named(sees: int, other: int) -> None:
     names = agreed_options(LmConfig.for_model("llama-tiny"))
-    hosts = [facts(seed=1, existing="resume"), facts(existing="auto-resume")]
-    message = "expected 1, as on host 0, which goes on with a run; host 1 .* does not see it: --res"
-    with pytest.raises(OptionError, match=f"--seed: found 0 on host 1, {message}"):
+    hosts = [facts(existing="auto-resume"), facts(existing="auto-resume")]
+    hosts[sees] = facts(seed=1, existing="resume")
+    message = f"host {sees} goes on with a run, and host {other} .* does not see it: --res"
+    with pytest.raises(OptionError, match=f"--seed: found .*, as on host 0; {message}"):
         check_alike(hosts, names)
 
 
@@ -169,15 +171,15 @@ def test_a_run_goes_on_with_its_betas_however_it_wrote_them(
 ) -> None:
     """What a run of an older version does not say, was as by default."""
     config = small_config(tmp_path)
-    inputs = config.check(World(0, 1, 0, 1))
-    facts = inputs.facts()
+    inputs, files = config.check(World(0, 1, 0, 1)), RunDir(tmp_path)
     decay = {"weight_decay": config.train.optimizer.weight_decay}
     old = {"seq_length": 16, "train": {"seed": 0, "optimizer": {**before, **decay}}}
-    inputs.check_same({**facts, "config": old})
+    files.write({**inputs.facts(), "config": old})
+    inputs.check_same(files.read())
     other = dataclasses.replace(config.train.optimizer, beta2=0.5)
     changed = dataclasses.replace(inputs, config=config.with_train(optimizer=other))
     with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as in the run to"):
-        changed.check_same({**facts, "config": old})
+        changed.check_same(files.read())
 
 
 def test_the_order_of_a_models_settings_does_not_matter() -> None:

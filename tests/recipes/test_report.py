@@ -54,7 +54,7 @@ def test_a_page_that_cannot_be_written_ends_no_training(
         pass
     shown = capsys.readouterr()
     assert "cannot be written (No space left on device)" in shown.out + shown.err
-    write_report(files)  # at its end, too
+    assert not write_report(files), "at its end, too"
     shown = capsys.readouterr()
     assert "cannot be written (No space left on device)" in shown.out + shown.err
 

@@ -180,6 +180,21 @@ def test_text_goes_on_from_any_document(tmp_path: Path, suffix: str, dealing: De
         source_of(tmp_path / "latin.txt")
 
 
+@pytest.mark.parametrize("damage", ["cut off", "no such file"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_text_that_is_damaged_is_named(
+    tmp_path: Path, suffix: str, damage: str
+) -> None:
+    """A file that was cut off is not a shorter text."""
+    write = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    whole = write("\n\n".join(texts(40)).encode())
+    (tmp_path / f"a.txt{suffix}").write_bytes(whole)
+    second = whole + whole[:-1] if damage == "cut off" else b"text"
+    (tmp_path / f"b.txt{suffix}").write_bytes(second)
+    with pytest.raises(UserError, match=rf"in \S+b\.txt\{suffix}, expected a whole file"):
+        list(source_of(tmp_path).texts())
+
+
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four files for four streams, one of them ten times as large as each other."""
@@ -346,6 +361,17 @@ def test_streams_that_nobody_opened_since_are_still_where_they_were(corpus: Path
         again = Ranks(source, 2, None)  # resumed after every step, with two streams of eight open
         again.load(ranks.state())
         ranks = again
+
+
+def test_a_text_of_few_documents_is_divided_also_with_others_to_evaluate_on(tmp_path: Path) -> None:
+    words = " ".join(f"word{number}" for number in range(2000))
+    for name in ("few.txt", "held.txt"):
+        (tmp_path / name).write_text(words)
+    held = [str(tmp_path / "held.txt")]
+    source = StreamSource(find_documents([str(tmp_path / "few.txt")], "words", held))
+    streams = [list(source.training_texts(source.part(i, 8))) for i in range(8)]
+    assert all(streams)
+    assert sorted(" ".join(itertools.chain(*streams)).split()) == sorted(words.split())
 
 
 @pytest.mark.parametrize("paragraphs", [1, 7])

@@ -49,8 +49,10 @@ _FIRST = re.compile(r"^error: (rank \d+ of \d+) ", re.MULTILINE)  # of an agent'
 
 # Every process of the job imports what the caller can import.
 _START = """\
-import json, sys
+import json, signal, sys
 from pathlib import Path
+if sys.argv[1] == "agent":  # which handles signals later: until then, one ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[:] = json.loads((Path(__file__).parent / "path.json").read_text())
 from shardwise.elastic.call import main
 main(Path(__file__).parent, *sys.argv[1:])

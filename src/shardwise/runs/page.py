@@ -18,9 +18,6 @@ from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 from shardwise.runs.metrics import without_nan
 
-#: The page that a run may have in its folder that has a script: how its model is sharded.
-_FRAMED = "shardwise.insight.inspect.page"
-
 
 class Updates(enum.Enum):
     """How a page that is open gets to know what has happened since."""
@@ -43,8 +40,8 @@ def page(
             that, a page of a run that was under way says that the run has stopped without an end.
     """
     scripts = (resource(__name__, "uplot/uPlot.iife.min.js"), resource(__name__, "page.js"))
-    # Pages inside of the page are under its policy, too: their scripts are ours, or do not run.
-    known = (*scripts, resource(_FRAMED, "page.js"))
+    # The layout inside of the page is under its policy, too: its script is ours, or does not run.
+    known = (*scripts, resource("shardwise.insight.inspect.page", "page.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in known)
     data: dict[str, Any] = {"runs": runs}
     if updates is Updates.RELOAD:  # who never writes it again cannot say so

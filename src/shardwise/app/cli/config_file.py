@@ -112,9 +112,14 @@ def options_of_run(
     for setting in options.settings():
         if not setting.option.on_resume.is_kept:
             continue
-        value: Any = record.get("config")
+        value: Any = record.get("config", {})
         for key in setting.keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            if not isinstance(value, Mapping | None):
+                raise UserError(
+                    f"{place}: found {brief(str(value))} where {setting.key[2:]} is, expected an "
+                    "object"
+                )
+            value = None if value is None else value.get(key)
         if value is None or value == []:
             continue
         several = get_origin(setting.kind) is tuple
@@ -221,7 +226,8 @@ def _value(setting: Setting, name: str, path: Path, node: Any, key: str) -> Any:
     """Return what a file says about an option, or by a flag of it; None: nothing."""
     if name in setting.flags:
         is_on = _scalar(dataclasses.replace(setting, kind=bool), path, node, key)
-        named = name if is_on else f"--no-{name[2:]}"
+        opposite = f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+        named = name if is_on else opposite
         return None if is_on is None else setting.flags.get(named)
     several = get_origin(setting.kind) is tuple
     if not several or node.id != "sequence":

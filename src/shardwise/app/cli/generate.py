@@ -16,6 +16,7 @@ from shardwise.app.recipes.text.request import Request
 from shardwise.base.errors import UserError
 from shardwise.base.progress import progress
 from shardwise.elastic.rank import importing
+from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import check_nproc
 
 _EXAMPLES = """\
@@ -63,8 +64,12 @@ def run(request: Request) -> None:
             "--nproc starts the ranks"
         )
     processes = check_nproc(request.nproc, None)
-    if request.prompt == "-":
-        request = replace(request, prompt=sys.stdin.read())
+    try:
+        if request.prompt == "-":
+            request = replace(request, prompt=sys.stdin.read())
+        request.prompt.encode()
+    except UnicodeError:  # by the locale, bytes that are none are an error, or stand for themselves
+        raise OptionError("--prompt", "bytes that are no UTF-8", "text in UTF-8") from None
     with progress("importing torch and transformers"), importing():
         from shardwise.app.recipes.text.generate import generate
         from shardwise.elastic.call import launch

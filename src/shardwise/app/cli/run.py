@@ -153,14 +153,22 @@ class ScriptConfig(LaunchConfig):
         metavar="FOLDER",
     )
 
-    def shown(self) -> Shown:
+    def shown(self, processes: int) -> Shown:
         """Return what of the output is shown and kept.
+
+        Args:
+            processes: of this host.
 
         Raises:
             UserError: an option is wrong.
         """
         expected = "0, 1, 2 or 3, or such as 0:3,1:2: a rank of this host, and one of these"
-        require(bool(_TEE.fullmatch(self.tee)), "--tee", self.tee, expected)
+        require(bool(_TEE.fullmatch(self.tee)), "--tee", repr(self.tee), expected)
+        if ":" in self.tee:
+            ranks = [int(part.partition(":")[0]) for part in self.tee.split(",")]
+            expected = f"ranks of this host, 0 to {processes - 1}, each once"
+            fits = max(ranks) < processes and len(ranks) == len({*ranks})
+            require(fits, "--tee", repr(self.tee), expected)
         folder = None
         if self.log_dir is not None:
             folder = self.log_dir.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -469,5 +477,5 @@ def _run_script(words: Sequence[str], options: dict[str, str], launch: ScriptCon
     if nodes is not None:
         nodes = replace(nodes, options=options)
         say(_meeting(nodes))  # standard output is the script's
-    shown, restarts = launch.shown(), launch.max_restarts
+    shown, restarts = launch.shown(processes), launch.max_restarts
     return run_job(lambda attempt: command, processes, restarts, nodes or HERE, shown)

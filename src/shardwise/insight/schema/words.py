@@ -47,6 +47,7 @@ _OURS: Mapping[str, str] = {
     "param-dtype": "mixed-precision",
     "compile": "torch-compile",
     # Output.
+    "max-tokens": "max-new-tokens",
     "out": "output-dir output output-path save-dir",
     "checkpoint-every": "save-steps checkpoint-interval checkpoint-steps",
     "keep-last": "save-total-limit",

@@ -51,8 +51,7 @@ def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
         raise OptionError(
             "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
         )
-    damaged = checkpoints.damage()
-    if damaged is not None:
+    if (damaged := checkpoints.damage()) is not None:
         path, problem = damaged
         raise UserError(f"--resume: {problem}; {how_to_go_on_without(path, steps[-1])}")
     return steps[-1]
@@ -126,10 +125,11 @@ def check_alike(hosts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) ->
             if found == expected.get(option):
                 continue
             wanted = f"{expected.get(option)}, as on host 0"
-            if goes_on[0] and not goes_on[host]:
+            if goes_on[0] != goes_on[host]:
+                one, other = (0, host) if goes_on[0] else (host, 0)
                 wanted += (
-                    f", which goes on with a run; host {host} was not asked to, or does not see "
-                    "it: --resume, and --out on storage that all hosts see"
+                    f"; host {one} goes on with a run, and host {other} was not asked to, or does "
+                    "not see it: --resume, and --out on storage that all hosts see"
                 )
             raise OptionError(option, f"{found} on host {host}", wanted)
 

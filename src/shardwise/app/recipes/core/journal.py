@@ -384,8 +384,8 @@ SECONDS = 10.0
 SHARE = 0.005
 
 
-def write_report(files: RunDir) -> None:
-    """Write ``report.html``, by what the folder says now.
+def write_report(files: RunDir) -> bool:
+    """Write ``report.html``, by what the folder says now. Return whether it is written.
 
     If it cannot be written, a line says so: it is no reason for a training to fail.
     """
@@ -393,6 +393,8 @@ def write_report(files: RunDir) -> None:
         _write(files, RunReader(files.root), Updates.NEVER)
     except OSError as error:
         say(f"warning    {files.report} cannot be written ({error.strerror})")
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -182,14 +182,11 @@ class Inputs:
         other, own = _without(usual, before.get("model", {})), _without(usual, now["model"])
         check_same_model(other, own, self.config.model_options)
         was = flatten(before.get("config", {}))
-        if "betas" in was:  # as both were called
-            was |= dict(zip(("beta1", "beta2"), was["betas"], strict=True))
         names = option_names(self.config)
         # What it does not say was as by default before there was a choice.
         check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
         data = before.get("data", {})
-        same = [data.get(key) == now["data"].get(key) for key in ("fingerprint", "tokenizer")]
-        if not all(same):
+        if any(data.get(key) != now["data"].get(key) for key in ("fingerprint", "tokenizer")):
             option, found, called = self.of_data(data)
             raise OptionError(option, found, f"{called}, as in the run to resume")
 
@@ -200,11 +197,13 @@ class Inputs:
             before: the content of its ``run.json``.
 
         Returns:
-            The old and the new value of each.
+            The old and the new value of each; None for what this version does not have.
         """
+        from shardwise.app.recipes.core.former import not_known  # not for a run that begins
+
         names = option_names(self.config, *(rule for rule in OnResume if rule.is_kept))
         was, now = flatten(before.get("config", {})), flatten(self.facts()["config"])
-        return {
+        return not_known(was, now) | {
             option: (was[name], now[name])
             for name, option in names.items()
             if name in was and was[name] != now[name]

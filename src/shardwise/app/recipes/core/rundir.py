@@ -209,7 +209,7 @@ class RunDir(RunFiles):
         partial.rename(self.tokenizer)
 
     def read(self, option: str = "--out") -> dict[str, Any]:
-        """Return the content of ``run.json``, with its types checked.
+        """Return the content of ``run.json``, with its types checked, by the names of today.
 
         Args:
             option: what named the folder, for errors.
@@ -233,18 +233,19 @@ def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
     where = str(files.run_json)
     fields = Fields(record, where)
     known = fields.all()
-    if "recipe" in known:
-        fields.text("recipe")
+    for name in {"recipe", "identity"}.intersection(known):
+        fields.text(name)
     for name in ("config", "model", "data"):
         if name in known:
             fields.object(name)
+    if "config" in known:
+        from shardwise.app.recipes.core.former import as_now  # not for a run that begins
+
+        known["config"] = as_now(known["config"])
     if "settings" in known.get("model", {}):
         Fields(known["model"], f"{where}, 'model'").object("settings")
-    if "identity" in known:
-        fields.text("identity")
     if "best" in known:
-        best = Fields(known["best"], f"{where}, 'best'")
-        best.number("step")
+        Fields(known["best"], f"{where}, 'best'").number("step")
     if "sessions" in known:
         for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
             Fields(session, f"{where}, session {number}")

@@ -300,8 +300,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         raise
     log.close()
     record.end("finished", **results)
-    journal.write_report(files)
-    say(f"report     {files.report}")
+    if journal.write_report(files):
+        say(f"report     {files.report}")
     say(f"run        {files.root}")
 
 

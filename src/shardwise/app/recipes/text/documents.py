@@ -26,6 +26,7 @@ import itertools
 import json
 import re
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,6 +248,10 @@ class TextFiles:
                         yield from self.pieces.findall(paragraph) if self.pieces else [paragraph]
         except UnicodeDecodeError as error:
             raise ValueError(f"found {error.reason} in {path}, expected UTF-8") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(
+                f"found {one_line(error)!r} in {path}, expected a whole file"
+            ) from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -269,13 +274,61 @@ def _opened(path: Path) -> TextIO:
     """Open a text for reading, which may be compressed."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding=_UTF_8)
-    if path.suffix != ".zst":
-        return path.open(encoding=_UTF_8)
-    import zstandard
+    if path.suffix == ".zst":
+        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(path)), encoding=_UTF_8)
+    return path.open(encoding=_UTF_8)
 
-    # Several frames are one file, as several gzip streams are.
-    reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-    return io.TextIOWrapper(io.BufferedReader(reader), encoding=_UTF_8)
+
+class _ZstdFile(io.RawIOBase):
+    """The frames of a file as one, as those of gzip are.
+
+    The reader of ``zstandard`` takes a frame that was cut off for one that has ended.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._new_frame, self._damage = (
+            zstandard.ZstdDecompressor().decompressobj,
+            zstandard.ZstdError,
+        )
+        self._file = path.open("rb")
+        self._frame: Any = None  # that has begun
+        self._packed, self._text = b"", b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what comes next; return how many bytes that is, 0 at the end.
+
+        Raises:
+            EOFError: the file is damaged, or ends in the middle of a frame.
+        """
+        while not self._text:
+            packed = self._packed or self._file.read(io.DEFAULT_BUFFER_SIZE)
+            if not packed and self._frame is not None:
+                raise EOFError("Compressed file ended before the end of its frame")
+            if not packed:
+                return 0
+            frame = self._frame or self._new_frame()
+            try:
+                self._text = frame.decompress(packed)
+            except self._damage as error:
+                raise EOFError(str(error)) from None
+            self._frame, self._packed = None if frame.eof else frame, frame.unused_data
+        count = min(len(buffer), len(self._text))
+        buffer[:count], self._text = self._text[:count], self._text[count:]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 class StreamSource:
@@ -297,7 +350,7 @@ class StreamSource:
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
-        if documents.builder == _TEXT and self.holds_back:
+        if documents.builder == _TEXT:
             self._train = self._cut_if_few()
         self._others = None if documents.validation is None else StreamSource(documents.validation)
 
@@ -313,7 +366,7 @@ class StreamSource:
 
     def _cut_if_few(self) -> Any:
         """Return the dataset, cut into pieces if it has too few documents to divide."""
-        count, size, held = 0, 0, False
+        count, size, held = 0, 0, not self.holds_back
         for text in self.texts():
             count, size, held = count + 1, size + len(text), held or _is_held_back(text)
             if held and count >= VALIDATION_SHARE:
