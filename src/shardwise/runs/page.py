@@ -18,8 +18,8 @@ from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 from shardwise.runs.metrics import without_nan
 
-#: The pages that a run may have in its folder, each with a page.js.
-_FRAMED = ("shardwise.insight.inspect.page", "shardwise.timeline.page")
+#: The pages with a page.js that a run may have in its folder.
+_FRAMED = ("shardwise.insight.inspect.page",)
 
 
 class Updates(enum.Enum):
