@@ -46,8 +46,11 @@ class KeepsStates(Protocol):
 
 
 def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``."""
-    while optimizer is not None:
+    """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``.
+
+    What a user's optimizer calls ``inner`` may be anything else.
+    """
+    while isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
         optimizer = getattr(optimizer, "inner", None)
 
