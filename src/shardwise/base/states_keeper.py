@@ -46,10 +46,7 @@ class KeepsStates(Protocol):
 
 
 def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``.
-
-    What a user's optimizer calls ``inner`` may be anything else.
-    """
+    """An optimizer, and those inside of it; a user's may call anything else ``inner``."""
     while isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
         optimizer = getattr(optimizer, "inner", None)

@@ -355,9 +355,8 @@ def _color(part: Part) -> str:
 
 
 def _detail() -> Iterator[str]:
-    """Where to see what each rank did at which moment."""
+    """Where to see what each rank did at which moment. Links open tabs: a run's page frames it."""
     yield "<section><h2>One step in detail</h2><p>What each rank did at which moment is in "
-    # In new tabs: in the page of a run this page is in a frame, which would show nothing instead.
     yield '<a href="trace.json" download target="_blank">trace.json</a>, beside timeline.html. '
     yield f'Open <a href="{_VIEWER}" target="_blank">{_VIEWER}</a> and drop the file there: your '
     yield "browser reads it, and sends it nowhere. Without a network, load it in "
