@@ -46,8 +46,8 @@ class KeepsStates(Protocol):
 
 
 def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``."""
-    while optimizer is not None:
+    """An optimizer, and those inside of it; a user's may call anything else ``inner``."""
+    while isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
         optimizer = getattr(optimizer, "inner", None)
 

@@ -355,12 +355,12 @@ def _color(part: Part) -> str:
 
 
 def _detail() -> Iterator[str]:
-    """Where to see what each rank did at which moment."""
+    """Where to see what each rank did at which moment. Links open tabs: a run's page frames it."""
     yield "<section><h2>One step in detail</h2><p>What each rank did at which moment is in "
-    yield '<a href="trace.json" download>trace.json</a>, in the folder of this page. Open '
-    yield f'<a href="{_VIEWER}">{_VIEWER}</a> and drop the file there: your browser reads it, '
-    yield "and sends it nowhere. Without a network, load it in <code>chrome://tracing</code>, in "
-    yield "Chrome or Chromium.</p></section>"
+    yield '<a href="trace.json" download target="_blank">trace.json</a>, beside timeline.html. '
+    yield f'Open <a href="{_VIEWER}" target="_blank">{_VIEWER}</a> and drop the file there: your '
+    yield "browser reads it, and sends it nowhere. Without a network, load it in "
+    yield "<code>chrome://tracing</code>, in Chrome or Chromium.</p></section>"
 
 
 def _waits(timeline: Timeline) -> Iterator[str]:

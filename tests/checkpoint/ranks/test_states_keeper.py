@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, zeros
 
-from shardwise import checkpoint, fully_shard
+from shardwise import checkpoint, fully_shard, relayout
 from shardwise.base.states_keeper import StatesKeeper, drop_states, keeper_of
 from shardwise.optim import AdamW8bit, in_backward, offload, whole
 from shardwise.optim.around import AroundOptimizer
@@ -62,6 +62,18 @@ class Wrapper(torch.optim.SGD):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups)
         self.inner = inner
+
+
+@on_threads(2)
+def test_what_is_inside_need_not_be_an_optimizer(rank: int, world_size: int) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.inner = "adamw"  # type: ignore[attr-defined]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    relayout(model, optimizer, strategy="no-shard")
+    assert optimizer.state[model.weight]["exp_avg"].to_local().shape == (4, 4)
 
 
 def test_the_keeper_is_the_first_optimizer_that_says_something() -> None:
