@@ -19,7 +19,7 @@ DOORS = {
     "timeline.record": ("shardwise.timeline.record", 7038, 31),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        35131,
+        35145,
         150,
     ),
 }

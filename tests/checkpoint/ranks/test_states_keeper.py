@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, zeros
 
 from shardwise import checkpoint, fully_shard, relayout
+from shardwise.base.errors import CheckpointError
 from shardwise.base.states_keeper import StatesKeeper, drop_states, keeper_of
 from shardwise.optim import AdamW8bit, in_backward, offload, whole
 from shardwise.optim.around import AroundOptimizer
@@ -74,6 +76,18 @@ def test_what_is_inside_need_not_be_an_optimizer(rank: int, world_size: int) -> 
     optimizer.zero_grad()
     relayout(model, optimizer, strategy="no-shard")
     assert optimizer.state[model.weight]["exp_avg"].to_local().shape == (4, 4)
+
+
+@on_threads(2)
+def test_states_that_no_state_dict_has_are_not_dropped(rank: int, world_size: int) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Wrapper(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.inner.step()
+    optimizer.zero_grad()
+    with pytest.raises(CheckpointError, match=r"exp_avg.* in the AdamW inside of a Wrapper"):
+        relayout(model, optimizer, strategy="no-shard")
+    assert "exp_avg" in optimizer.inner.state[model.weight]
 
 
 def test_the_keeper_is_the_first_optimizer_that_says_something() -> None:

@@ -26,7 +26,7 @@ from shardwise.base.boxes import Box, is_tiling, narrow
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
 from shardwise.base.libc import trim_heap
 from shardwise.base.portions import portions
-from shardwise.base.states_keeper import drop_states, keeper_of
+from shardwise.base.states_keeper import drop_states, inside_of, keeper_of
 from shardwise.checkpoint.disk.entries import (
     Origin,
     StatePath,
@@ -145,7 +145,7 @@ class Departure(_Parts):
         values: everything but tensors.
 
     Raises:
-        MisuseError: the model is not between two steps.
+        MisuseError: the model is not between two steps, or the optimizer's state dict lacks states.
     """
 
     def __init__(
@@ -156,7 +156,21 @@ class Departure(_Parts):
         self.model, self._optimizer = source
         self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
         self.values = self._state.values
+        self._check_states(doing)
         self._add_tensors()
+
+    def _check_states(self, doing: str) -> None:
+        """Check that optimizers inside of the optimizer have no states that would be dropped."""
+        paths = [at.path for at in self.origins.values() if at.path[:2] == ("optimizer", "state")]
+        moved = {str(key) for path in paths for key in path[3:4]}
+        for each in [*inside_of(self._optimizer)][1:]:
+            states = (item for state in each.state.values() for item in state.items())
+            if lacking := sorted({str(k) for k, v in states if isinstance(v, Tensor)} - moved):
+                raise MisuseError(
+                    f"{doing}: found {', '.join(lacking)} in the {type(each).__name__} "
+                    f"inside of a {type(self._optimizer).__name__}, whose state_dict() lacks it, "
+                    "so it would be lost; expected a state_dict() with all states by parameter"
+                )
 
     def _add_tensors(self) -> None:
         for name, tensor in self._state.tensors.items():
