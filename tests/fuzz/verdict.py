@@ -30,6 +30,8 @@ _REFUSED_STALE = (
     "was unsharded, so its full parameter is out of date",
     "were replaced (by load_state_dict(assign=True), to() or swap_tensors) between a forward",
     "load_state_dict() would have replaced values that its running forward or backward needs",
+    # An optimizer that has none of the model's parameters trains nothing, as torch's in silence.
+    "This step would not change the model",
     # Modules hold full parameters after an exception in backward: docs/torch-compatibility.md.
     "both its full parameter, which its module holds while it runs, and its shard were written to",
 )
