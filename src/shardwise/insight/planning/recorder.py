@@ -511,13 +511,12 @@ for _code, _kind in (
     (fsdp2_code.PARAMETERS, Memory.FULL_PARAMETERS),
 ):
     observe.ALLOCATES[str(_code.__file__)] = _kind
-for _made, _kind in (
-    (fsdp2_code.PARAMETERS.FSDPParam.all_gather_inputs.fget, Memory.TRANSPORT),
-    (fsdp2_code.PARAMETERS.FSDPParam.accumulate_unsharded_grad_if_needed, Memory.GRADIENTS),
-    (fsdp2_code.PARAMETERS.FSDPParam.to_accumulated_grad_if_needed, Memory.GRADIENTS),
-    (fsdp2_code.COLLECTIVES.foreach_reduce, Memory.GRADIENTS),
+for _functions, _kind in (
+    (fsdp2_code.FOR_SENDING, Memory.TRANSPORT),
+    (fsdp2_code.FOR_GRADIENTS, Memory.GRADIENTS),
 ):
-    observe.allocates(_kind)(inspect.unwrap(_made))
+    for _function in _functions:
+        observe.allocates(_kind)(_function)
 
 
 def _kind_of(code: CodeType) -> Memory | None:
