@@ -285,11 +285,11 @@ TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "ASGD": lambda params: torch.optim.ASGD(params, t0=1, foreach=True),
 }
 REFUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Rprop": torch.optim.Rprop,
     "Adafactor": torch.optim.Adafactor,
     "fused SGD": lambda params: torch.optim.SGD(params, fused=True),
     "fused Adagrad": lambda params: torch.optim.Adagrad(params, fused=True),
 }
+(TORCHS if torch.__version__ >= "2.15" else REFUSED)["Rprop"] = torch.optim.Rprop
 
 
 @on_threads(3)
