@@ -164,7 +164,6 @@ class _Training:
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
         self._device = device
-        self._runtime = trial.runtime
         settings = with_functions(trial.settings)
         torch.manual_seed(0)
         blueprint = find_model(trial.model, device)

@@ -110,19 +110,6 @@ def load(
     )
 
 
-def read_extra(path: Path, buffer: int = DEFAULT_BUFFER) -> dict[str, Any]:
-    """Read ``extra`` of a checkpoint without a model. No rank waits for another.
-
-    Args:
-        path: the checkpoint.
-        buffer: bytes that reading may hold beside the tensors.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or has a model.
-    """
-    return _load(path, nn.Module(), None, strict=True, ignore_frozen_params=False, buffer=buffer)
-
-
 def _load(
     path: Path,
     model: nn.Module,

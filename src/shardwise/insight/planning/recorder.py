@@ -15,9 +15,9 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -519,19 +519,6 @@ for _functions, _kind in (
         observe.allocates(_kind)(_function)
 
 
-def _kind_of(code: CodeType) -> Memory | None:
-    """What code says that it allocates memory for."""
-    own = observe.ALLOCATES.get((code.co_filename, code.co_firstlineno))
-    return _kind_of_file(code.co_filename) if own is None else own
-
-
-@functools.cache
-def _kind_of_file(file: str) -> Memory | None:
-    """What a file says, or a package that it is in."""
-    says = (file, *(str(folder / "__init__.py") for folder in PurePath(file).parents))
-    return next((observe.ALLOCATES[each] for each in says if each in observe.ALLOCATES), None)
-
-
 def _source(frame: FrameType | None) -> _Caller | None:
     """Find out who calls the operation whose frame this is: the first caller that is not torch.
 
@@ -541,12 +528,25 @@ def _source(frame: FrameType | None) -> _Caller | None:
         code = frame.f_code
         if code is _FINDS_SHAPES:
             return None
-        if code.co_filename.startswith(_RUNTIME):
-            return _Caller(runtime=True, kind=_kind_of(code))
-        if not code.co_filename.startswith(_HELPERS):
-            return _MODEL
+        caller = _caller_in(code.co_filename)
+        if caller is not None:
+            own = observe.ALLOCATES.get((code.co_filename, code.co_firstlineno))
+            return replace(caller, kind=own) if own is not None and caller.runtime else caller
         frame = frame.f_back
     return _MODEL
+
+
+@functools.cache
+def _caller_in(file: str) -> _Caller | None:
+    """Who calls from a file, with what that says, or a package that it is in.
+
+    ``None`` of torch and helpers, whose caller counts.
+    """
+    if file.startswith(_RUNTIME):
+        says = (file, *(str(folder / "__init__.py") for folder in PurePath(file).parents))
+        kinds = (observe.ALLOCATES[each] for each in says if each in observe.ALLOCATES)
+        return _Caller(runtime=True, kind=next(kinds, None))
+    return None if file.startswith(_HELPERS) else _MODEL
 
 
 # -- operations and their tensors ------------------------------------------------------------------
