@@ -155,7 +155,9 @@ def _tied_over_two_meshes() -> Case:
     first, second = _layer(), nn.Sequential(_layer(), _layer())
     second[1].weight = first.weight
     fully_shard(first, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
-    return Case(second, ValueError, r"1\.weight is tied to weight", {"mesh": _two_by_two()["dp"]})
+    kwargs = {"mesh": _two_by_two()["dp"]}
+    alive = nullcontext(first)  # without it there is no tie
+    return Case(second, ValueError, r"1\.weight is tied to weight", kwargs, alive)
 
 
 def _on(mesh: DeviceMesh, *placements: Sequence[Any]) -> nn.Module:
