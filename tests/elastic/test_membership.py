@@ -366,6 +366,21 @@ def test_two_at_once_join_together_where_one_would_not_fit(clock: Clock) -> None
     )
 
 
+def test_after_a_loss_as_many_continue_as_fit_and_those_with_low_numbers_stay(
+    clock: Clock,
+) -> None:
+    nodes = Nodes(4, 0, "a", 1, least=1)
+    job = Job(nodes, clock, restarts=1, why_not=lambda hosts: "odd" if hosts == 3 else None)
+    first, second, third, fourth = job.begin(4)
+    job.lose(second)
+    assert job.decide().text.endswith("no sign of life for 10 s; continuing with 2 hosts")
+    job.ready(first, third, fourth)
+    assert job.advance() is None
+    assert job.state.members == [first, third]
+    refused = Verdict(Next.REFUSE, "the job cannot run over 3 hosts: odd")
+    assert job.state.parted == {fourth.id: refused}
+
+
 # -- what follows ----------------------------------------------------------------------------------
 
 
