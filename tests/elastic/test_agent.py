@@ -117,7 +117,7 @@ def _clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Run]:
-    def start(nproc: int, body: str, settle: float = 0.5, **env: str) -> Run:
+    def start(nproc: int, body: str, settle: float = 0.1, **env: str) -> Run:
         run = Run(tmp_path, nproc, body, settle, env)
         runs.append(run)
         return run
