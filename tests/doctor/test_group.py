@@ -357,25 +357,6 @@ def test_a_host_0_that_publishes_too_few_values_is_no_host_0() -> None:
             hosts.all_gather("mine", 1.0)
 
 
-def test_another_program_at_the_port_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def talk() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
-                connection.recv(64)
-
-        thread = threading.Thread(target=talk)
-        thread.start()
-        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
-        with pytest.raises(
-            RendezvousError, match=r"another program at this port.*: choose another"
-        ):
-            HostGroup(nodes)
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("host_0", "fitting"), [("203.0.113.1", NOT_LOCAL), ("fe80::1%eth0", "fe80::2%eth0")]
 )
