@@ -7,7 +7,6 @@ the command line itself is tested in tests/cli.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -539,27 +538,6 @@ def test_a_diverging_run_ends_and_says_so(ranks: Ranks, tmp_path: Path) -> None:
     assert "expected finite numbers" in told
     assert "is saved; try a lower --lr" in told
     assert config.files.read()["sessions"][-1]["status"] == "failed"
-
-
-def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(train, 1, small_config(tmp_path, steps=1))
-    other = tmp_path / "other"
-    other.mkdir()
-    again = functools.partial(small_config, tmp_path, steps=2, existing=Existing.RESUME)
-    model = str(write_model(other, hidden_size=12))
-    for changes, said in (
-        ({"seed": 5}, "--seed: found 5, expected 0, as in the run to resume"),
-        # These come back with the optimizer's state, whatever is asked for.
-        ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as in the run"),
-        ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as in the run"),
-        ({"model": model}, f"--model: found {model}, another model"),
-        # As where the default goes with the model.
-        ({"model": model, "seq_length": 12}, f"--model: found {model}, another model"),
-        ({"seq_length": 12}, "--seq-length: found 12, expected "),
-    ):
-        assert refusal(again(**changes)).startswith(said)
-    (tmp_path / "words.txt").write_text("other text " * 100)
-    assert refusal(again()).startswith("--data: found ")
 
 
 def test_settings_that_transformers_refuses_are_named() -> None:

@@ -27,7 +27,7 @@ from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
-from tests.recipes.running import refusal, run_from_guide, train, train_one
+from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses, validation
 from tests.worlds import Ranks
 
@@ -204,20 +204,6 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
     assert "warning" not in capfd.readouterr().out
     assert [step for step, *_ in losses(elsewhere)] == [step for step, *_ in losses(whole)]
     assert accuracies(elsewhere)[-1][0] == accuracies(whole)[-1][0]
-
-
-def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(train, 1, small_mnist(tmp_path, steps=1))
-
-    again = functools.partial(small_mnist, tmp_path, steps=2, existing=Existing.RESUME)
-    assert refusal(again(weight_decay=0.3)).startswith(
-        "--weight-decay: found 0.3, expected 0.1, as in the run"
-    )
-    write_digits(tmp_path / "mnist", training=204)
-    assert refusal(again()).startswith("--data-dir: found ")
-    files = small_mnist(tmp_path).files
-    files.write({**files.read(), "recipe": "lm"})
-    assert refusal(again()).startswith("--resume: found a run of train lm in ")
 
 
 # -- the order of images ---------------------------------------------------------------------------

@@ -33,8 +33,7 @@ from shardwise.runs.metrics import RankStep
 from tests.planning.counted import Counts
 from tests.recipes.digits import small_mnist
 from tests.recipes.small import small_config
-from tests.recipes.snapshots import small_imagenet
-from tests.recipes.test_vit import small_vit
+from tests.recipes.snapshots import small_imagenet, small_vit
 from tests.recipes.text.plain import tuned
 from tests.recipes.text.published import chats, publish, write_lines
 from tests.worlds import Ranks
