@@ -220,6 +220,14 @@ COMPUTED_AS_GATHERED: dict[str, list[Program]] = {
         of(NET, *STEPS_WHILE_A_BACKWARD_IS_TO_COME, optimizer="in_backward", precision="bf16"),
         reshard=("true", "false"),
     ),
+    "a block that ran twice is gathered for each backward, also of outputs written to in place": [
+        of(
+            NET,
+            *(forward(At("backward", 1, Write())), Backward()),
+            blocks=(Block("view", traits=("in_place", "twice")), Block()),
+            root=("first",),
+        )
+    ],
     "what is written to a scalar after its gather is for the next": [
         of(
             NET,
