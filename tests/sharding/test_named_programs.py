@@ -52,7 +52,7 @@ TOGETHER = dataclasses.replace(
 AHEAD = dataclasses.replace(NET, traits=("forward_prefetch",))
 #: One group, whose backward is under way wherever a hook runs.
 ONE_GROUP = dataclasses.replace(NET, blocks=(Block(shard="root"),) * 3)
-#: Whose backward does not need the values of parameters, and one that does.
+#: Backward does not need the values of these parameters, and those of the others it does.
 ADDS = dataclasses.replace(NET, blocks=(Block("position"), Block("position")), root=("first",))
 MULTIPLIES = dataclasses.replace(NET, blocks=(Block(), Block()), root=("first",))
 CONVOLVES = dataclasses.replace(NET, blocks=(Block("conv"), Block("conv")))
@@ -75,13 +75,11 @@ def each(*programs: Program, **choices: Iterable[Any]) -> list[Program]:
     return [dataclasses.replace(one, **more) for one in programs for more in combined]
 
 
-def under_strategies(*programs: Program) -> list[Program]:
-    """Every program with each ``reshard_after_forward`` of all groups."""
-    strategies = ("none", "true", "false")
+def under_strategies(program: Program) -> list[Program]:
+    """A program with each ``reshard_after_forward`` of all groups."""
     return [
-        dataclasses.replace(one, reshard=each, root_reshard=each)
-        for one in programs
-        for each in strategies
+        dataclasses.replace(program, reshard=each, root_reshard=each)
+        for each in ("none", "true", "false")
     ]
 
 
