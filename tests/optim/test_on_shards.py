@@ -100,6 +100,16 @@ class ByNorm(OneByOne):
         param.sub_(grad * param.norm() / grad.norm(), alpha=group["lr"])
 
 
+class Assigning(OneByOne):
+    """Gives a parameter other memory, where others write to it."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr)
+
+    def update(self, param: Any, grad: torch.Tensor, state: dict[str, Any], group: Any) -> None:
+        param.data = param - group["lr"] * grad
+
+
 MESHES = (
     Mesh({"dp": 3}),
     Mesh({"dp": 3}, dim=1),
@@ -110,6 +120,7 @@ OPTIMIZERS: dict[str, tuple[Way, Any, dict[str, Any]]] = {
     "local-adamw": (local, torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
     "local-averages": (local, Averages, {}),
     "local-sgd": (local, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "local-assigning": (local, Assigning, {}),
     "local-adagrad": (local, torch.optim.Adagrad, {"lr": 0.1}),
     "whole-averages": (whole, Averages, {}),
     "whole-adagrad": (whole, torch.optim.Adagrad, {"lr": 0.1}),
