@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from shardwise.optim import (
     OptimizerInBackward,
     in_backward,
     muon_groups,
+    param_groups,
 )
 from shardwise.sharding.state import groups_of
 from shardwise.transport import memory
@@ -219,7 +221,7 @@ def _adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return Adafactor(model.parameters(), lr=0.1)
+    return Adafactor(param_groups(model, {"*bias": {"lr": 0.05}}), lr=0.1)
 
 
 def _lion(model: nn.Module) -> torch.optim.Optimizer:
@@ -313,7 +315,6 @@ def test_the_last_of_several_backwards_steps(threads: Ranks, set_last: Callable[
 
 @on_threads(2)
 def test_groups_that_the_last_backward_does_not_reach_step_too(rank: int, world_size: int) -> None:
-    """The last backward of a step does not reach every group."""
     twins = Twins()
     x = batches(world_size)[rank]
     for model in twins.both:
@@ -468,7 +469,7 @@ def test_state_dicts_are_those_of_one_ordinary_optimizer(rank: int, world_size: 
 
 def _saved(rank: int, world_size: int, folder: Path) -> None:
     net = sharded_net()
-    optimizer = in_backward(net, lambda _: _decayed(net), max_norm=0.1)
+    optimizer = _stepping(net, max_norm=0.1)
     loss_of(net, batches(1)[0]).backward()
     shardwise.checkpoint.save(folder / "saved", net, optimizer)
     loss_of(net, batches(1, 1)[0]).backward()
@@ -482,11 +483,11 @@ def _loaded(rank: int, world_size: int, folder: Path) -> None:
             for p in each.parameters():
                 p.zero_()
         shard_blocks(each)
-    optimizer = in_backward(net, lambda _: _decayed(net), max_norm=0.1)
+    optimizer = _stepping(net, max_norm=0.1)
     shardwise.checkpoint.load(folder / "saved", net, optimizer)
     loss_of(net, batches(1, 1)[0]).backward()
     # An ordinary optimizer of the same parameters loads it, too.
-    shardwise.checkpoint.load(folder / "later", expected, _decayed(expected))
+    shardwise.checkpoint.load(folder / "later", expected, adamw(expected))
     torch.testing.assert_close(values(net), values(expected))
 
 
@@ -624,8 +625,17 @@ class _CaughtError(Exception):
     pass
 
 
-def _raises(*_: object) -> None:
-    raise _CaughtError
+@contextlib.contextmanager
+def raising_in_backward_of(module: nn.Module) -> Iterator[None]:
+    """Let a module raise in backward, which the block does not survive."""
+
+    def fail(*_: object) -> None:
+        raise _CaughtError
+
+    handle = module.register_full_backward_hook(fail)  # type: ignore[arg-type]
+    with pytest.raises(_CaughtError):
+        yield
+    handle.remove()
 
 
 @on_threads(2)
@@ -641,10 +651,8 @@ def test_an_exception_in_the_middle_leaves_a_state_that_is_named_and_refused(
     state = _copied(state)
     expected = values(net)
 
-    handle = net.blocks[0].up.register_full_backward_hook(_raises)
-    with pytest.raises(_CaughtError):
+    with raising_in_backward_of(net.blocks[0].up):
         loss_of(net, x).backward()
-    handle.remove()
     now = values(net)
     stepped = {name for name in now if not torch.equal(now[name], expected[name])}
     assert {name.rpartition(".")[0] for name in stepped} == {"blocks.2.up", "blocks.2.down"}
@@ -662,11 +670,8 @@ def test_an_interrupted_step_may_be_accepted(rank: int, world_size: int) -> None
     net = sharded_net()
     optimizer = _stepping(net)
     x = batches(world_size)[rank].requires_grad_()
-    handle = net.blocks[0].up.register_full_backward_hook(_raises)
-    loss = loss_of(net, x)
-    with pytest.raises(_CaughtError):
-        loss.backward()
-    handle.remove()
+    with raising_in_backward_of(net.blocks[0].up):
+        loss_of(net, x).backward()
     other = net.blocks[2].down.weight
     with pytest.raises(StepInterruptedError):
         loss_of(net, x)
@@ -680,23 +685,16 @@ def test_an_interrupted_step_may_be_accepted(rank: int, world_size: int) -> None
 def test_an_exception_before_any_group_has_stepped_makes_no_step(
     rank: int, world_size: int
 ) -> None:
-    """The exception comes before any group has stepped."""
     net = sharded_net()
     optimizer = _stepping(net)
     x = batches(world_size)[rank]
     before = values(net)
-    handle = net.blocks[2].up.register_full_backward_hook(_raises)
-    with pytest.raises(_CaughtError):
+    with raising_in_backward_of(net.blocks[2].up):
         loss_of(net, x).backward()
-    handle.remove()
     assert_equal(values(net), before)
     assert not optimizer.state_dict()["state"]
     loss_of(net, x).backward()
     assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
-
-
-class _FailingError(Exception):
-    pass
 
 
 @on_threads(2)
@@ -706,11 +704,11 @@ def test_an_optimizer_that_raises_interrupts_the_step(rank: int, world_size: int
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             if any(p is net.blocks[1].up.weight for p in self.param_groups[0]["params"]):
-                raise _FailingError
+                raise _CaughtError
             return super().step(closure)
 
     optimizer = in_backward(net, lambda params: Failing(params, lr=0.1))
-    with pytest.raises(_FailingError):
+    with pytest.raises(_CaughtError):
         loss_of(net, batches(world_size)[rank]).backward()
     assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
     with pytest.raises(StepInterruptedError, match=r"2 of 4 groups .*'blocks\.2', 'blocks\.1'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -361,8 +360,11 @@ def fault(report: str) -> Callable[[Callable[[Device, Version], None]], None]:
 
     def listed(function: Callable[[Device, Version], None]) -> None:
         for version, its in ((Version.FAULTY, report), (Version.MENDED, "")):
-            program = functools.partial(function, version=version)
-            PROGRAMS[f"{function.__name__}, {version.value}"] = program, its
+
+            def run(device: Device, version: Version = version) -> None:
+                function(device, version)
+
+            PROGRAMS[f"{function.__name__}, {version.value}"] = run, its
 
     return listed
 
