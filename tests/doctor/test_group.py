@@ -392,7 +392,7 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
 # ---- reading and showing ----
 
 
-PROBE = asdict(Probe())
+PROBE = {**asdict(Probe()), "models": [["one", 1]]}
 
 
 @pytest.mark.parametrize(
@@ -417,16 +417,25 @@ PROBE = asdict(Probe())
         {"temporary_free": -1},
         {"tasks": "many"},
         {"probe": {}},
+        {"probe": {**PROBE, "kind": 1}},
         {"probe": {**PROBE, "models": {}}},
+        {"probe": {**PROBE, "models": [["one"]]}},
+        {"probe": {**PROBE, "models": [["one", "2"]]}},
+        {"probe": {**PROBE, "models": [["one", -1]]}},
+        {"probe": {**PROBE, "models": [["one", 1]] * 2000}},
+        {"probe": {**PROBE, "versions": {"driver": 580}}},
+        {"probe": {**PROBE, "versions": {f"{i}": "580" for i in range(17)}}},
+        {"probe": {**PROBE, "problem": None}},
         {"probe": {**PROBE, "memory": {"error": ""}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": "fast", "ms": 1.0, "ahead": 0.0}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": math.nan, "ms": 1.0, "ahead": 0.0}}},
         {"more": 1},
     ],
-    ids=str,
+    ids=lambda change: str(change)[-40:],
 )
 def test_facts_have_the_types_that_checks_rely_on(facts: Facts, change: dict[str, Any]) -> None:
-    assert received(Facts, asdict(facts)) == facts
+    with_a_model = replace(facts, probe=Probe(models=[("one", 1)]))
+    assert received(Facts, {**asdict(facts), "probe": PROBE}) == with_a_model
     assert received(Facts, {**asdict(facts), **change}) is None
 
 

@@ -292,6 +292,7 @@ def test_an_elastic_job_starts_with_fewer_hosts_when_no_more_come(clock: Clock) 
     clock.now += 2
     job.advance()
     assert [host.number for host in job.state.members] == [0, 1]
+    assert job.state.notices == ["host 0 (10.0.0.0) is here", "host 1 (10.0.0.1) is here"]
 
 
 def test_host_0_starts_a_job_and_a_later_generation_needs_none(clock: Clock) -> None:
