@@ -46,28 +46,36 @@ def _full(name: str) -> dict[str, Tensor]:
     return full
 
 
-def _saved_states(name: str) -> dict[str, Tensor]:
-    """What was drawn as ``exp_avg`` of each parameter."""
-    full, world_size = _full(name), RANKS[name]
-    own = [n for n in full if n not in NESTED and "running" not in n and "num_" not in n]
-    params = [tuple(own), NESTED] if "flat" in name else [(n,) for n in (*own, *NESTED)]
+def drawn(
+    shards: Sequence[Sequence[str]], full: Mapping[str, Tensor], world_size: int, multiple: int
+) -> dict[str, Tensor]:
+    """What was drawn as ``exp_avg`` of each parameter of the files, here and of ``test_others``.
+
+    Args:
+        shards: the parameters of each shard, in the order of the optimizer.
+        full: the parameters.
+        world_size: the number of ranks.
+        multiple: what each rank's rows are a multiple of; of 1, shards keep their shapes.
+    """
     found = {}
-    for i, members in enumerate(params):
-        shape = torch.Size([sum(full[n].numel() for n in members)])
-        if name == "dim0":
-            shape = full[members[0]].shape
-        multiple = 1 if name == "dim0" else 128
+    for i, members in enumerate(shards):
+        sizes = [full[n].numel() for n in members]
+        shape = full[members[0]].shape if multiple == 1 else torch.Size([sum(sizes)])
         rows = -(-shape[0] // (world_size * multiple)) * multiple
-        drawn = []
+        parts = []
         for rank in range(world_size):
             generator = torch.Generator().manual_seed(100 + 10 * i + rank)
-            drawn.append(torch.rand(rows, *shape[1:], generator=generator))
-        flat = torch.cat(drawn).flatten()[: shape.numel()]
-        sizes = [full[n].numel() for n in members]
-        found |= {
-            n: part.view(full[n].shape) for n, part in zip(members, flat.split(sizes), strict=True)
-        }
+            parts.append(torch.rand(rows, *shape[1:], generator=generator))
+        each = torch.cat(parts).flatten()[: sum(sizes)].split(sizes)
+        found |= {n: part.view(full[n].shape) for n, part in zip(members, each, strict=True)}
     return found
+
+
+def _saved_states(name: str) -> dict[str, Tensor]:
+    full = _full(name)
+    own = [n for n in full if n not in NESTED and "running" not in n and "num_" not in n]
+    shards = [tuple(own), NESTED] if "flat" in name else [(n,) for n in (*own, *NESTED)]
+    return drawn(shards, full, RANKS[name], 1 if name == "dim0" else 128)
 
 
 def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
