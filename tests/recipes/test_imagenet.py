@@ -21,7 +21,7 @@ from shardwise.insight.schema.training import Existing
 from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
-from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots
+from tests.recipes.snapshots import small_imagenet, write_snapshots
 from tests.worlds import Ranks
 
 
@@ -75,16 +75,6 @@ def test_the_learning_rate_rises_and_drops() -> None:
 
 
 # -- folders ---------------------------------------------------------------------------------------
-
-
-def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
-    training, validation = find_images(write_snapshots(tmp_path, training=3, validation=2))
-    assert (len(training), len(validation)) == (9, 6)
-    assert training.classes == validation.classes == tuple(COLORS)
-    found = [training.at(index) for index in range(9)]
-    assert [number for _, number in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert found[4][0] == tmp_path / "train" / "rust" / "1.png"
-    assert len({path for path, _ in found}) == 9
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from shardwise.insight.inspect.read import plan
 from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.models import vit_placement
-from shardwise.insight.planning.presets import VIT_PRESETS
+from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import (
     Checkpointing,
@@ -157,9 +157,16 @@ def test_what_is_built_over_one_two_and_four_ranks_is_the_model_built_whole(rank
 def test_presets_have_the_sizes_that_they_are_called_by() -> None:
     sizes = {
         name: sum(p.numel() for p in build_classifier(settings, 1000).parameters())
-        for name, settings in VIT_PRESETS.items()
+        for name, settings in {**VIT_PRESETS, **RESNETS}.items()
     }
+    of_vits = [sizes[name] for name in VIT_PRESETS]
+    assert of_vits == sorted(of_vits), "as ``--help`` lists them"
     # As published, for 1000 classes.
+    assert sizes["resnet18"] == 11_689_512
+    assert sizes["resnet34"] == 21_797_672
+    assert sizes["resnet50"] == 25_557_032
+    assert sizes["resnet101"] == 44_549_160
+    assert sizes["resnet152"] == 60_192_808
     assert sizes["vit-tiny"] == 5_717_416
     assert sizes["vit-small"] == 22_050_664
     assert sizes["vit-base"] == 86_567_656
