@@ -252,10 +252,10 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(job: Callable[.
     first.steps = False
     second = it.come()
     wait_until(lambda: len(first.said) > 1 and second.said)
-    assert (
-        "hosts      host 1 (127.0.0.1) joins; finishing a step, to continue with 2 hosts"
-        in first.said
-    )
+    assert first.said == [
+        "hosts      1 host; rank 0 of 1 here",
+        "hosts      host 1 (127.0.0.1) joins; finishing a step, to continue with 2 hosts",
+    ]
     assert second.said[0] == "hosts      the other hosts finish a step, and continue with this host"
     assert first.verdicts == [], "ranks that have not made a step have nothing to save"
     first.steps = True
@@ -263,6 +263,8 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(job: Callable[.
     assert_worlds(second, (1, 2))
     assert [*first.numbers, *second.numbers] == [0, 1, 1]
     assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts")]
+    for rank, host in enumerate((first, second)):
+        assert host.said[-1] == f"hosts      2 hosts; rank {rank} of 2 here"
     it.end()
     assert [each.verdicts[-1] for each in (first, second)] == [OVER] * 2
 

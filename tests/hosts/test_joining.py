@@ -128,8 +128,10 @@ def test_ranks_stay_when_a_host_joins_and_when_it_leaves(hosts: Pair, tmp_path: 
     assert rank.is_running()
     assert not job.config.files.checkpoints.exists(), "nothing was saved"
     second.send_signal(signal.SIGTERM)
-    second.wait(timeout=WAIT)
+    assert second.wait(timeout=WAIT) == 128 + signal.SIGTERM
     job.wait_for_session(3, 22)
+    assert "hosts      host 1 (10.77.0.2) left; continuing with 1 host\n" in job.told(0)
+    assert "hosts      this host leaves; the job continues without it\n" in job.told(1)
     assert rank.is_running()
     assert f"checkpoint step={job.sessions[2]['from_step']} " in job.said, "those that leave save"
     job.stop()
