@@ -164,6 +164,10 @@ def _write_other_words(folder: Path) -> None:
     (folder / "words.txt").write_text("other text " * 100)
 
 
+def _write_another_model(folder: Path) -> None:
+    write_model(folder, hidden_size=12)
+
+
 def _write_another_digit(folder: Path) -> None:
     write_digits(folder / "mnist", training=204)
 
@@ -176,11 +180,12 @@ def _delete_a_picture(folder: Path) -> None:
     ("make", "change", "option"),
     [
         (small_config, _write_other_words, "--data"),
+        (small_config, _write_another_model, "--model"),  # in a file of the same name
         (small_mnist, _write_another_digit, "--data-dir"),
         (small_imagenet, _delete_a_picture, "--data-dir"),
     ],
 )
-def test_a_run_goes_on_only_with_its_data(
+def test_a_run_goes_on_only_with_what_its_files_held(
     tmp_path: Path, make: Make, change: Callable[[Path], None], option: str
 ) -> None:
     write_record(make(tmp_path))
