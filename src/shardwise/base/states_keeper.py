@@ -46,8 +46,10 @@ class KeepsStates(Protocol):
 
 
 def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """An optimizer, and those inside of it; a user's may call anything else ``inner``."""
-    while isinstance(optimizer, torch.optim.Optimizer):
+    """An optimizer, and those inside of it, each once; a user's may call anything ``inner``."""
+    seen: set[int] = set()
+    while isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
         yield optimizer
         optimizer = getattr(optimizer, "inner", None)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, zeros
 
 from shardwise import checkpoint, fully_shard, relayout
 from shardwise.base.errors import CheckpointError
-from shardwise.base.states_keeper import StatesKeeper, drop_states, keeper_of
+from shardwise.base.states_keeper import StatesKeeper, drop_states, inside_of, keeper_of
 from shardwise.optim import AdamW8bit, in_backward, offload, whole
 from shardwise.optim.around import AroundOptimizer
 from tests.worlds import on_threads
@@ -64,6 +64,14 @@ class Wrapper(torch.optim.SGD):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups)
         self.inner = inner
+
+
+def test_an_optimizer_inside_of_itself_is_found_once() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    around = Wrapper(optimizer)
+    assert [*inside_of(around)] == [around, optimizer]
+    optimizer.inner = around  # type: ignore[attr-defined]
+    assert [*inside_of(around)] == [around, optimizer]
 
 
 @on_threads(2)
