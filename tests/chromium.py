@@ -90,6 +90,37 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def run_in_frame(self, script: str) -> Any:
+        """Return the value of an expression in the sandboxed frame, run as if a user had clicked.
+
+        Raises:
+            AssertionError: it raised.
+        """
+        [frame] = (each for each in self._targets() if each["url"].startswith("about:srcdoc"))
+        own, self._session = self._session, None
+        try:
+            attached = self._ask("Target.attachToTarget", targetId=frame["targetId"], flatten=True)
+            self._session = attached["sessionId"]
+            answer = self._ask(
+                "Runtime.evaluate",
+                expression=script,
+                awaitPromise=True,
+                returnByValue=True,
+                userGesture=True,
+            )
+        finally:
+            self._session = own
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def opened(self, url: str) -> bool:
+        """Return whether a tab with an address has been opened."""
+        return any(each["type"] == "page" and each["url"] == url for each in self._targets())
+
+    def _targets(self) -> list[dict[str, Any]]:
+        targets: list[dict[str, Any]] = self._ask("Target.getTargets")["targetInfos"]
+        return targets
+
     def wait(self, script: str) -> None:
         """Wait until an expression is true.
 

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from shardwise.insight.inspect.page import page as inspect_page
 from shardwise.runs.page import Updates, page
 from shardwise.runs.serve import Server
 from shardwise.runs.snapshot import RunReader
 from tests import chromium
+from tests.inspect.plans import planned_report
 from tests.runs import folders
 from tests.waiting import wait_until
 
@@ -33,6 +36,14 @@ DRAWN = """Object.fromEntries([...document.querySelectorAll(".chart")].map(chart
   }
   return [chart.dataset.name, colored];
 }))"""
+
+
+# True as soon as the first page inside of the page is loaded.
+FRAMED = (
+    "new Promise(done => { const page = document.querySelector('#frames details');"
+    "new MutationObserver(() => page.querySelector('iframe').onload = () => done(true))"
+    ".observe(page, {childList: true}); page.open = true; })"
+)
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +198,31 @@ def test_a_page_inside_of_the_page_can_neither_run_a_script_of_its_own_nor_load(
     address = written(tmp_path, root)
     tab.open(address)
     tab.run("window.heard = []; addEventListener('message', event => heard.push(event.data))")
-    loaded = (
-        "new Promise(done => { const page = document.querySelector('#frames details');"
-        "new MutationObserver(() => page.querySelector('iframe').onload = () => done(true))"
-        ".observe(page, {childList: true}); page.open = true; })"
-    )
-    assert tab.run(loaded)
+    assert tab.run(FRAMED)
     assert tab.run("heard") == []
     assert tab.requests() == [address]
+
+
+def test_links_of_a_page_inside_of_the_page_lead_to_its_parts_and_to_new_tabs(
+    tab: chromium.Tab, tmp_path: Path
+) -> None:
+    root, elsewhere = folders.make(tmp_path / "lm"), "http://127.0.0.1:9/elsewhere"
+    layout = inspect_page(planned_report("dp=2", lambda: nn.Linear(4, 4)))
+    link = f'<a class="away" href="{elsewhere}" target="_blank">elsewhere</a></body>'
+    (root / "layout.html").write_text(layout.replace("</body>", link))
+    tab.open(written(tmp_path, root))
+    assert tab.run(FRAMED)
+    shown = (
+        "new Promise(done => { addEventListener('hashchange', () => "
+        "done(document.querySelector('.title.shown').id));"
+        "document.querySelector('nav a[href$=bias]').click(); })"
+    )
+    assert tab.run_in_frame(shown) == "bias"
+    tab.run_in_frame(
+        "document.querySelector('section.shown .c').dispatchEvent("
+        "new MouseEvent('click', {bubbles: true}))"
+    )
+    assert tab.run_in_frame("location.hash") == "#bias@0"
+    tab.run_in_frame("document.querySelector('a.away').click()")
+    wait_until(lambda: tab.opened(elsewhere))
+    assert tab.errors() == []

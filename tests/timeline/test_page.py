@@ -68,7 +68,7 @@ def test_the_page_says_what_happened_without_scripts() -> None:
 
 def test_the_page_hands_its_details_to_a_viewer_of_traces() -> None:
     text = page(_timeline())
-    assert '<a href="trace.json" download target="_blank">' in text
+    assert "<code>trace.json</code>, beside <code>timeline.html</code>" in text
     assert '<a href="https://ui.perfetto.dev" target="_blank">' in text
     assert "chrome://tracing" in text
     assert "<script" not in text

@@ -214,9 +214,13 @@
 
   function frame(page) {
     const details = h("details", {}, h("summary", {}, page.title));
-    // Only when it is opened: a page may be large. Sandboxed: it can neither leave nor reach this page.
+    // Only when it is opened: a page may be large. Sandboxed: it cannot reach this page, and leaves it in new tabs alone.
+    const sandbox = "allow-scripts allow-popups allow-popups-to-escape-sandbox";
     details.addEventListener("toggle", () => {
-      if (details.open && !details.querySelector("iframe")) details.append(h("iframe", { sandbox: "allow-scripts", title: page.title, srcdoc: page.html }));
+      if (details.open && !details.querySelector("iframe")) {
+        const srcdoc = page.html.replaceAll('href="#', 'href="about:srcdoc#');  // else within this page
+        details.append(h("iframe", { sandbox, title: page.title, srcdoc }));
+      }
     });
     return details;
   }

@@ -355,9 +355,12 @@ def _color(part: Part) -> str:
 
 
 def _detail() -> Iterator[str]:
-    """Where to see what each rank did at which moment. Links open tabs: a run's page frames it."""
+    """Where to see what each rank did at which moment.
+
+    A run's page frames this one: links open tabs, and none leads to a file that lies beside it.
+    """
     yield "<section><h2>One step in detail</h2><p>What each rank did at which moment is in "
-    yield '<a href="trace.json" download target="_blank">trace.json</a>, beside timeline.html. '
+    yield "<code>trace.json</code>, beside <code>timeline.html</code>. "
     yield f'Open <a href="{_VIEWER}" target="_blank">{_VIEWER}</a> and drop the file there: your '
     yield "browser reads it, and sends it nowhere. Without a network, load it in "
     yield "<code>chrome://tracing</code>, in Chrome or Chromium.</p></section>"

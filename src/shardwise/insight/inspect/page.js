@@ -49,7 +49,8 @@
 
   function choose(next) {
     mark(next);
-    history.replaceState(null, "", `#${title.id}${rank === null ? "" : `@${rank}`}`);
+    const page = location.href.split("#")[0];  // a run's page frames this one: # alone means that page
+    history.replaceState(null, "", `${page}#${title.id}${rank === null ? "" : `@${rank}`}`);
   }
 
   document.addEventListener("click", event => {
