@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise import checkpoint
@@ -239,6 +240,21 @@ def test_frozen_parameters_are_left_out_where_asked(tmp_path: Path, saves: Any) 
     assert torch.equal(other.layers[0].weight, before)  # type: ignore[index,union-attr]
     assert torch.equal(other.layers[2].weight, model.layers[2].weight)  # type: ignore[index,union-attr]
     assert torch.equal(*(each.state_dict()["state"][0]["exp_avg"] for each in (its, optimizer)))
+
+
+@pytest.mark.parametrize(
+    ("save", "name", "form"),
+    [(save_file, "a.safetensors", "hf"), (torch.save, "a.pt", "torch")],
+    ids=["hf", "torch"],
+)
+def test_a_checkpoint_of_another_format_is_refused_with_what_reads_it(
+    tmp_path: Path, save: Callable[[dict[str, Any], Path], None], name: str, form: str
+) -> None:
+    model, path = nn.Linear(2, 2), tmp_path / name
+    save(model.state_dict(), path)
+    with pytest.raises(CheckpointError, match=rf"{name}: found .* \({form}\).*load_weights reads"):
+        checkpoint.load(path, model)
+    checkpoint.load_weights(path, model)
 
 
 class _Counting(torch.optim.SGD):

@@ -30,7 +30,7 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import is_lazy
 from shardwise.checkpoint.disk.values import unflatten
-from shardwise.checkpoint.formats.detect import open_source
+from shardwise.checkpoint.formats.detect import Format, format_of, open_source
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     ReadWindow,
@@ -120,6 +120,12 @@ def _load(
     buffer: int,
 ) -> dict[str, Any]:
     """Load a checkpoint on this rank. No rank waits for another."""
+    if (kind := format_of(path)) not in (None, Format.SHARDWISE):
+        raise CheckpointError(
+            f"{path}: found a checkpoint of another format ({kind.value}), expected one of "
+            "shardwise.checkpoint.save; shardwise.checkpoint.load_weights reads the weights of "
+            "this one, and `shardwise checkpoint convert --to shardwise` makes one of ours of it"
+        )
     manifest = read_manifest(path)
     check_files(path, manifest)
     left_out = frozen(model) if ignore_frozen_params else ()
