@@ -71,6 +71,18 @@ def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
         RunDir(tmp_path).check(output(tmp_path, Existing.RESUME))
 
 
+@pytest.mark.parametrize("existing", [Existing.RESUME, Existing.OVERWRITE])
+def test_a_run_in_which_a_folder_is_where_a_file_belongs_is_refused(
+    tmp_path: Path, existing: Existing
+) -> None:
+    files = a_run(tmp_path)
+    files.options.mkdir()
+    with pytest.raises(
+        OptionError, match=r"--out: found .*/config\.yaml, a folder, expected a fil"
+    ):
+        files.check(output(tmp_path, existing))
+
+
 def outside(folder: Path) -> Path:
     """A folder with a file of its user's, which no run may delete."""
     folder.mkdir()

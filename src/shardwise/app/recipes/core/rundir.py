@@ -73,6 +73,10 @@ class RunDir(RunFiles):
         if root.exists() and not root.is_dir():
             raise OptionError("--out", f"{root}, which is a file", "a folder")
         is_run = self.run_json.is_file()
+        if is_run and (folder := next(filter(Path.is_dir, self.own_files), None)) is not None:
+            raise OptionError(
+                "--out", f"{folder}, a folder", "a file, as a run writes: move it away"
+            )
         if config.existing is Existing.RESUME:
             if not is_run:
                 raise OptionError("--resume", f"no run in {root}", "a run; see --out")
