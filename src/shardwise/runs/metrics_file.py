@@ -109,4 +109,4 @@ def _lines(path: Path, last_step: int | None = None) -> Iterator[tuple[dict[str,
                 reached = reached or record["step"] == last_step
                 yield record, end
     except CheckpointError as error:
-        raise UserError(f"--out: {error}") from None
+        raise UserError(str(error)) from None
