@@ -209,6 +209,15 @@ def test_the_wrapper_refuses_before_the_first_forward(made: dict[str, Any], mess
     simulate(run, 1)
 
 
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+def test_a_module_in_place_of_its_parameters_is_refused(model: nn.Module) -> None:
+    """A Sequential can be iterated, over modules without gradients."""
+    with pytest.raises(
+        TypeError, match=r"^parameters: found the .*, expected model\.parameters\(\)"
+    ):
+        shardwise.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+
+
 def test_full_tensors_do_not_load_into_shards_and_the_error_says_what_loads_them() -> None:
     full = nn.Linear(4, 4).state_dict()
 

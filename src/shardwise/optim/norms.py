@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
@@ -51,6 +52,9 @@ def clip_grad_norm_(
         TypeError: an argument has a wrong type.
         ValueError: ``max_norm`` is NaN, or a parameter is a ``DTensor`` with a pending reduction.
     """
+    if isinstance(parameters, nn.Module):
+        kind = type(parameters).__name__
+        raise TypeError(f"parameters: found the module, a {kind}, expected model.parameters()")
     numbers = isinstance(max_norm, float | int) and isinstance(norm_type, float | int)
     if not (numbers and isinstance(parameters, Iterable)):  # the check takes long, for each step
         check_arguments(clip_grad_norm_, locals())
