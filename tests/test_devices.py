@@ -79,7 +79,8 @@ def test_every_rank_takes_the_accelerator_of_its_number(
     ("wanted", "message"),
     [
         ("cuda", "--device: found cuda where torch .* has no accelerator, expected cpu$"),
-        ("gpu", "--device: found gpu where torch .* has no accelerator, expected cpu$"),
+        ("gpu", "expected cpu; an accelerator is named by its type, such as cuda"),
+        ("H100", "found H100 .* such as cuda: `shardwise plan --device` alone takes its model"),
         ("npu", "expected cpu; npu devices come with the package torch_npu, beside torch"),
         ("tpu", "expected cpu; tpu devices come with the package torch_tpu, beside torch"),
         ("xla", "TPUs are of type tpu and come with torch_tpu, in place of torch_xla"),

@@ -66,7 +66,10 @@ def _own_path(monkeypatch: Patch) -> None:
             "llama-tiny --mesh dp=2 --wire tp:int8",
             "--wire: found the dimension tp, expected",
         ),
-        ("llama-tiny --device h1000", "--device: found h1000 (did you mean h100?), expected"),
+        (
+            "llama-tiny --device h1000",
+            "found h1000 (did you mean h100?), expected the model of an accelerator: one of h200",
+        ),
         ("llama-tiny --device h100 --link ib-4", "--link: found ib-4"),
         ("llama-tiny --device-file no.toml", "no.toml"),
         (

@@ -85,6 +85,13 @@ def of_rank() -> torch.device:
     return CPU if found is None else take(found.type, int(os.environ["LOCAL_RANK"]))
 
 
+def _is_type(kind: str) -> bool:
+    """Return whether torch knows a type of device, of this host or any other."""
+    with contextlib.suppress(RuntimeError):
+        return bool(torch.device(kind).type)
+    return False
+
+
 #: Types of devices of other packages -> what to install. Torch loads it by itself.
 _PACKAGES = {
     "hpu": "habana_frameworks",
@@ -122,6 +129,11 @@ def check_type(kind: str) -> None:
         )
     elif kind == "xla":
         expected += "; TPUs are of type tpu and come with torch_tpu, in place of torch_xla"
+    elif not _is_type(kind):
+        expected += (
+            "; an accelerator is named by its type, such as cuda: `shardwise plan --device` "
+        )
+        expected += "alone takes its model, such as h100"
     raise NotPossibleError("", f"{kind} where torch {torch.__version__} has {has}", expected)
 
 

@@ -234,7 +234,8 @@ def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     names = ", ".join(known)
-    raise MachineError(f"--{kind}", f"{name}{hint}", f"one of {names}, or a --device-file")
+    models = "the model of an accelerator: " if kind == "device" else ""
+    raise MachineError(f"--{kind}", f"{name}{hint}", f"{models}one of {names}, or a --device-file")
 
 
 @dataclass(frozen=True, kw_only=True)
