@@ -54,6 +54,28 @@ def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         optimizer = getattr(optimizer, "inner", None)
 
 
+#: States by a name that no other optimizer gives to its own, and whose they are.
+_KEPT_BY = {"exp_avg_codes": "shardwise.optim.AdamW8bit"}
+
+
+def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Check that an optimizer can go on from a state; torch's would only fail when they step.
+
+    Args:
+        optimizer: the optimizer, or one around it.
+        name: of the state: ``"exp_avg"``.
+
+    Raises:
+        ValueError: it is torch's, and the state is of an optimizer of ours.
+    """
+    innermost = type([*inside_of(optimizer)][-1])
+    if name in _KEPT_BY and innermost.__module__.startswith("torch."):
+        raise ValueError(
+            f"found {name}, a state of {_KEPT_BY[name]}, from which torch's {innermost.__name__} "
+            f"cannot go on; load it into {_KEPT_BY[name]}, or load the model alone"
+        )
+
+
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> StatesKeeper:
     """Who keeps the states of an optimizer: itself, or one inside of it; by default, as torch's.
 

@@ -24,7 +24,7 @@ from shardwise.base.optim_names import (
     names_in_order,
     parameters_in_order,
 )
-from shardwise.base.states_keeper import inside_of, keeper_of
+from shardwise.base.states_keeper import check_goes_on, inside_of, keeper_of
 from shardwise.checkpoint.disk.entries import TensorEntry, Value, torch_dtype
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.optimizer import GROUPS, PARAMS, STATE
@@ -210,7 +210,7 @@ def destinations(
     Returns:
         A function that returns the tensor for an entry of the optimizer; ``None`` if this rank
         needs nothing of it. It raises ``CheckpointError`` if the entry is of a parameter that the
-        optimizer does not have.
+        optimizer does not have, or of an optimizer from which it cannot go on.
     """
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
@@ -233,6 +233,10 @@ def destinations(
             raise CheckpointError(
                 f"{entry.fqn}: the optimizer has no parameter of this name{_UNNAMED * of_numbers}"
             )
+        try:
+            check_goes_on(optimizer, str(entry.path[3]))
+        except ValueError as error:
+            raise CheckpointError(f"{entry.fqn}: {error}") from None
         if kept is not None:
             made_whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
             return made_whole if param in kept else None

@@ -21,7 +21,7 @@ from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import folder_of_place
 from shardwise.base.portions import portions
-from shardwise.base.states_keeper import StatesKeeper, keeper_of
+from shardwise.base.states_keeper import StatesKeeper, check_goes_on, keeper_of
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -232,6 +232,7 @@ class OffloadedOptimizer(AroundOptimizer):
         def fit(number: int, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
             fitted = self._fit(param, dict(state))
             for key, value in fitted.items():
+                check_goes_on(self.inner, key)
                 check_origin(f"optimizer state {key!r} of parameter {number}", value, param)
             if isinstance(self.inner, OwnStates) and not self._masters.has(param):
                 self.inner.check_state(number, param, fitted)
