@@ -84,6 +84,9 @@ def test_processes_may_be_as_many_as_the_host_has(
             "train lm --nnodes 2 --rdzv-backend=c10d --rdzv-endpoint here:99",
             "--rdzv-backend; did you mean --rdzv HOST:PORT of host 0, or torchrun --rdzv-backend",
         ),
+        ("run --redirects 3 my.py", "--redirects; did you mean --log-dir FOLDER, and --tee for"),
+        ("run --start_method=fork my.py", "--start-method; did you mean to leave it out (each"),
+        ("run --no-python my.sh", "--no-python; did you mean torchrun, which has it, in place of"),
         (
             "train --nproc 2",
             "--nproc: found in front of the command, expected one of lm, mnist, imag",

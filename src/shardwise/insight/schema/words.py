@@ -120,6 +120,22 @@ FORMS: Mapping[str, str] = {
     "--rdzv-conf": "--rdzv-timeout SECONDS",
     "--standalone": "to leave it out (one host is the default)",
     "--multi-gpu": "--nproc gpu",
+    # The rest of torchrun's.
+    "--redirects": "--log-dir FOLDER, and --tee for what is shown",
+    "--local-ranks-filter": "--tee 0:3, which shows rank 0 alone",
+    "--start-method": "to leave it out (each rank is a program of its own)",
+    "--monitor-interval": "to leave it out (ranks are watched all the time)",
+    "--role": "to leave it out (all ranks have one role)",
+    "--run-path": "the path of the script without an option",
+    "--local-addr": "--rdzv HOST:PORT, an address of host 0",
+    **dict.fromkeys(
+        (
+            *("--event-log-handler", "--logs-specs", "--numa-binding", "--signals-to-handle"),
+            *("--duplicate-stdout-filters", "--duplicate-stderr-filters", "--shutdown-timeout"),
+            *("--no-python", "--virtual-local-rank"),
+        ),
+        "torchrun, which has it, in place of shardwise run",
+    ),
     "--nproc": "--mesh dp=N",
     "--replicas": "--mesh dp_replicate=R,dp_shard=S",
     "--steps": "--epochs",
