@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import (
 from shardwise._torch import operations
 
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
+
+#: Placements with which each element is whole on the ranks that have it.
+_PARTS = frozenset({Shard, _StridedShard, Replicate})
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,6 +156,28 @@ def redistributed_as(tensor: DTensor, spec: DTensorSpec) -> DTensor:
     if tensor._spec.placements == spec.placements:
         return tensor
     return tensor.redistribute(placements=spec.placements)
+
+
+def part_like(tensor: object, spec: DTensorSpec) -> torch.Tensor | None:
+    """Return the local tensor of a ``DTensor`` if it is the part of it that ``spec`` describes."""
+    if type(tensor) is not DTensor:
+        return None
+    own = tensor._spec
+    if own is spec or (
+        own.mesh == spec.mesh and own.placements == spec.placements and own.shape == spec.shape
+    ):
+        return tensor._local_tensor
+    return None
+
+
+def is_plain_part(tensor: torch.Tensor) -> bool:
+    """Whether the local tensor of a ``DTensor`` has some of its elements, and no other meaning."""
+    return (
+        type(tensor) is DTensor
+        and type(tensor._local_tensor) in (torch.Tensor, FakeTensor)
+        and not tensor._local_tensor.is_complex()
+        and _PARTS.issuperset(map(type, tensor._spec.placements))
+    )
 
 
 def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:
