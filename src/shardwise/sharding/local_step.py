@@ -170,7 +170,7 @@ def _local(
     param: Tensor, grad: Tensor, state: Mapping[str, Any], cut: frozenset[str]
 ) -> Tensor | None:
     """Return the local tensor of a parameter, with its gradient; ``None`` if it is not enough."""
-    if not param.ndim or not dtensor.is_plain_part(param):
+    if not dtensor.is_plain_part(param):
         return None
     spec = dtensor.spec_of(param)
     local_grad = dtensor.part_like(grad, spec)
