@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -28,6 +29,8 @@ from shardwise._torch import operations
 
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
 
+#: The specs in use, by mesh, placements, shape, strides and dtype.
+_specs: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()
 #: Placements with which each element is whole on the ranks that have it.
 _PARTS = frozenset({Shard, _StridedShard, Replicate})
 
@@ -130,9 +133,17 @@ def make_spec(
     strides: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Build the spec of a ``DTensor`` of global ``shape`` and ``strides``."""
-    meta = TensorMeta(shape, tuple(strides), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    """Return the spec of a ``DTensor`` of global ``shape`` and ``strides``.
+
+    Equal ones on a mesh are one object. Torch looks a spec up in each operation on a ``DTensor``,
+    and knows the same object at once, while comparing another costs as much as the operation.
+    """
+    key = id(mesh), tuple(placements), tuple(shape), tuple(strides), dtype
+    found = _specs.get(key)  # which keeps its mesh
+    if found is None:
+        meta = TensorMeta(shape, tuple(strides), dtype)
+        found = _specs[key] = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return found
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
