@@ -17,12 +17,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.corpus.models import Net
-from tests.sharding.nets import batches, hybrid_mesh, loss_of, sharded_net, step_all, twins
-from tests.worlds import on_threads
+from shardwise import optim
+from tests.corpus.models import Net, Stack
+from tests.sharding.nets import batches, hybrid_mesh, loss_of, seeded, sharded_net, step_all, twins
+from tests.worlds import on_processes, on_threads
 
 Optimizer = torch.optim.Optimizer
 MODES: list[dict[str, Any]] = [{}, {"foreach": True}]
@@ -464,7 +466,44 @@ def _fail_in_the_kernel(rank: int, world_size: int) -> None:
     assert grad() is None
 
 
-# -- meshes ------------------------------------------------------------------------------------
+# -- parameters that others have sharded -------------------------------------------------------
+
+
+def _sharded_by_torch() -> nn.Module:
+    net = seeded(Stack)
+    for block in net.children():
+        torch_fully_shard(block)
+    torch_fully_shard(net)
+    return net
+
+
+@pytest.mark.parametrize("options", MODES + FUSED, ids=str)
+@on_processes(2)
+def test_torchs_fsdp2_steps_on_shards_if_asked(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    models = [_sharded_by_torch() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(each.parameters(), **options) for each in models]
+    handle = optim.step_on_shards(optimizers[0])
+    for step in range(4):
+        if step == 3:
+            handle.remove()
+        for model in models:
+            loss_of(model, batches(2, step)[rank]).backward()
+        for optimizer in optimizers:
+            with _SeesDTensors() as seen:
+                optimizer.step()
+            assert bool(seen.found) == (optimizer is optimizers[1] or step == 3)
+            optimizer.zero_grad()
+        _assert_alike(*optimizers)
+
+
+def test_an_optimizer_of_another_kind_is_refused() -> None:
+    class Mine(torch.optim.SGD):
+        """Its step may do anything."""
+
+    with pytest.raises(TypeError, match=r"found Mine, expected one of Adadelta, .*optim\.local"):
+        optim.step_on_shards(Mine([nn.Parameter(torch.ones(2))]))
 
 
 @on_threads(2)

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor
+from shardwise.base.arguments import check_arguments
 
 #: Of torch's optimizers that update each element by itself: the states that are cut as parameters.
 _CUT: Mapping[type[torch.optim.Optimizer], frozenset[str]] = {
@@ -40,6 +42,34 @@ _CUT: Mapping[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Rprop: frozenset({"prev", "step_size"}),
     torch.optim.SGD: frozenset({"momentum_buffer"}),
 }
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Let an optimizer of torch step on local shards, whoever has sharded its parameters.
+
+    For parameters of torch's FSDP2, or sharded by hand; those of :func:`shardwise.fully_shard` step
+    so by themselves. Numbers, states and their classes are what they are without it.
+
+    Args:
+        optimizer: one of torch's that update each element by itself: ``Adadelta``, ``Adagrad``,
+            ``Adam``, ``AdamW``, ``Adamax``, ``ASGD``, ``NAdam``, ``RAdam``, ``RMSprop``, ``Rprop``
+            or ``SGD``; no subclass of one.
+
+    Returns:
+        A handle; ``remove()`` ends it.
+
+    Raises:
+        TypeError: it is another optimizer.
+    """
+    check_arguments(step_on_shards, locals())
+    if type(optimizer) not in _CUT:
+        known = ", ".join(kind.__name__ for kind in _CUT)
+        raise TypeError(
+            f"step_on_shards: optimizer: found {type(optimizer).__name__}, expected one of {known} "
+            "of torch.optim; shardwise.optim.local and shardwise.optim.whole let others work on "
+            "shards"
+        )
+    return optimizer.register_step_pre_hook(stepping_locally)
 
 
 def stepping_locally(
@@ -58,7 +88,7 @@ def stepping_locally(
     """
     if args[:1] != (optimizer,) or not _is_elementwise(optimizer):
         return None
-    stand_in = object.__new__(_stand_in_class(type(optimizer)))
+    stand_in = object.__new__(_STAND_INS[type(optimizer)])
     stand_in.__dict__ = optimizer.__dict__  # one and the same: scaling of gradients is noted there
     look = stand_in.look = _Look(optimizer)
     rest = [look.after(each) if callable(each) else each for each in args[1:]]
@@ -76,7 +106,6 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-@functools.cache
 def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
     """Return a class of optimizers whose groups and states are those of a look at another one."""
 
@@ -93,6 +122,9 @@ def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
         "state": property(state),
     }
     return type(kind.__name__, (kind,), body)
+
+
+_STAND_INS = {kind: _stand_in_class(kind) for kind in _CUT}
 
 
 class _Look:
@@ -179,9 +211,9 @@ def _local(
             return None
         if key not in cut and isinstance(value, DTensor):
             return None
-    if local_grad is None:
-        return None
     local = dtensor.local_of(param).detach()
+    if local_grad is None or local_grad.dtype != local.dtype or local_grad.device != local.device:
+        return None
     local.grad = local_grad
     return local
 
