@@ -181,14 +181,25 @@ def part_like(tensor: object, spec: DTensorSpec) -> torch.Tensor | None:
     return None
 
 
-def is_plain_part(tensor: torch.Tensor) -> bool:
-    """Whether the local tensor of a ``DTensor`` has some of its elements, and no other meaning."""
-    return (
-        type(tensor) is DTensor
-        and type(tensor._local_tensor) in (torch.Tensor, FakeTensor)
-        and not tensor._local_tensor.is_complex()
-        and _PARTS.issuperset(map(type, tensor._spec.placements))
-    )
+def local_with_grad(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Return the local tensor of a parameter, as another object whose gradient is that of ``grad``.
+
+    Returns:
+        The tensor; ``None`` if these are not the same elements of both, in the same dtype.
+    """
+    spec, local = param._spec, param._local_tensor
+    own = part_like(grad, spec)
+    if (
+        own is None
+        or own.dtype is not local.dtype
+        or own.dtype.is_complex
+        or type(local) not in (torch.Tensor, FakeTensor)
+        or not _PARTS.issuperset(map(type, spec.placements))
+    ):
+        return None
+    made = local.detach()
+    made.grad = own
+    return made
 
 
 def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -179,43 +179,37 @@ class _Look:
             for param in group["params"]:
                 if (grad := dtensor.placed_grad(param)) is None:
                     continue
-                if not isinstance(param, DTensor):
-                    shown.append(param)
-                    continue
-                state = optimizer.state.get(param, _EMPTY)
-                local = _local(param, grad, state, self._cut)
-                if local is None:
-                    return optimizer.param_groups, optimizer.state
-                states[local] = _LocalState(optimizer.state, param, state, self._cut)
+                local = param
+                if isinstance(param, DTensor):
+                    local, state = dtensor.local_with_grad(param, grad), self._local_state(param)
+                    if local is None or state is None:
+                        return optimizer.param_groups, optimizer.state
+                    states[local] = state
+                    sharded.append(param)
                 shown.append(local)
-                sharded.append(param)
             groups.append({**group, "params": shown})
         # As each operation on a DTensor does, for those who have kept it for a backward.
         increment_version(sharded)
         return groups, states
 
+    def _local_state(self, param: Tensor) -> _LocalState | None:
+        """Return the local tensors of the states of a parameter, if they can stand for them."""
+        cut, spec, found = self._cut, dtensor.spec_of(param), _LocalState()
+        found.look, found.param = self, param
+        for key, value in self._optimizer.state.get(param, _NONE).items():
+            part = dtensor.part_like(value, spec) if key in cut else value
+            if part is None or isinstance(part, DTensor):
+                return None
+            dict.__setitem__(found, key, part)
+        return found
 
-_EMPTY: dict[str, Any] = {}
+    def write(self, param: Tensor, key: str, value: Any) -> None:
+        """Give the optimizer a state that is new: a local tensor, or another value."""
+        is_cut = key in self._cut and isinstance(value, Tensor)
+        self._optimizer.state[param][key] = dtensor.placed_as(param, value) if is_cut else value
 
 
-def _local(
-    param: Tensor, grad: Tensor, state: Mapping[str, Any], cut: frozenset[str]
-) -> Tensor | None:
-    """Return the local tensor of a parameter, with its gradient; ``None`` if it is not enough."""
-    if not dtensor.is_plain_part(param):
-        return None
-    spec = dtensor.spec_of(param)
-    local_grad = dtensor.part_like(grad, spec)
-    for key, value in state.items():
-        if (dtensor.part_like(value, spec) is None) == (key in cut):
-            return None
-        if key not in cut and isinstance(value, DTensor):
-            return None
-    local = dtensor.local_of(param).detach()
-    if local_grad is None or local_grad.dtype != local.dtype or local_grad.device != local.device:
-        return None
-    local.grad = local_grad
-    return local
+_NONE: Mapping[str, Any] = {}
 
 
 class _LocalStates(dict[Tensor, Any]):
@@ -236,27 +230,16 @@ class _LocalStates(dict[Tensor, Any]):
 class _LocalState(dict[str, Any]):
     """The states of a parameter as local tensors. What is new goes to the optimizer, too.
 
-    Args:
-        states: of the optimizer.
+    Attributes:
+        look: at the optimizer.
         param: the parameter.
-        state: its states; maybe not one of ``states`` yet.
-        cut: those that are cut as it is.
     """
 
-    def __init__(
-        self,
-        states: Mapping[Tensor, Any],
-        param: Tensor,
-        state: Mapping[str, Any],
-        cut: frozenset[str],
-    ) -> None:
-        super().__init__({key: dtensor.plain(value) for key, value in state.items()})
-        self._states, self._param, self._cut = states, param, cut
+    __slots__ = ("look", "param")
+    look: _Look
+    param: Tensor
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if value is self.get(key, self):
-            return
-        super().__setitem__(key, value)
-        is_cut = key in self._cut and isinstance(value, Tensor)
-        kept = dtensor.placed_as(self._param, value) if is_cut else value
-        self._states[self._param][key] = kept
+        if value is not self.get(key, self):
+            super().__setitem__(key, value)
+            self.look.write(self.param, key, value)

@@ -77,8 +77,13 @@ class Steps(Generic[Form]):
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[Form]:
         """Return the sharded forms of those of ``params`` that are sharded."""
-        found = ((param, self._forms.get(id(param))) for param in params)
-        return [form for param, form in found if form is not None and form.parameter is param]
+        params, form_of = list(params), self._forms.get
+        forms = [form_of(id(param)) for param in params]
+        return [
+            form
+            for param, form in zip(params, forms, strict=True)
+            if form is not None and form.parameter is param
+        ]
 
     def note_replaced(self, param: torch.Tensor, form: Form) -> None:
         """Note that modules hold the parameter of ``form`` in place of another one."""
