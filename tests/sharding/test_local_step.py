@@ -66,7 +66,7 @@ class _SeesDTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _peers(kind: type[Optimizer], *options: Any, **settings: Any) -> tuple[list[Any], list[Any]]:
+def peers(kind: type[Optimizer], *options: Any, **settings: Any) -> tuple[list[Any], list[Any]]:
     """Two models that are sharded alike, with an optimizer each: the second is the peer."""
     models = [sharded_net(**settings) for _ in range(2)]
     peer = type(kind.__name__, (kind,), {})
@@ -83,7 +83,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach().contiguous().view(torch.uint8 if local.ndim else local.dtype)
 
 
-def _assert_alike(optimizer: Optimizer, peer: Optimizer) -> None:
+def assert_alike(optimizer: Optimizer, peer: Optimizer) -> None:
     """Parameters and states have the same bits, classes and placements."""
     for group, other in zip(optimizer.param_groups, peer.param_groups, strict=True):
         for param, theirs in zip(group["params"], other["params"], strict=True):
@@ -112,10 +112,10 @@ def _train(models: list[Any], optimizers: list[Any], rank: int, step: int) -> No
 def test_a_step_has_the_bits_of_one_through_dtensor(
     rank: int, world_size: int, kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
-    models, optimizers = _peers(kind, options)
+    models, optimizers = peers(kind, options)
     for step in range(3):
         _train(models, optimizers, rank, step)
-        _assert_alike(*optimizers)
+        assert_alike(*optimizers)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def _freeze(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def test_what_hooks_before_a_step_change_counts(
     rank: int, world_size: int, hook: Callable[..., None]
 ) -> None:
-    models, optimizers = _peers(torch.optim.Adam, {"lr": 0.01})
+    models, optimizers = peers(torch.optim.Adam, {"lr": 0.01})
     for step in range(3):
         if step == 1:
             for optimizer in optimizers:
                 optimizer.register_step_pre_hook(hook)
         _train(models, optimizers, rank, step)
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
 
 
 @on_threads(2)
@@ -239,7 +239,7 @@ def test_hooks_after_the_first_step_see_dtensors(rank: int, world_size: int) -> 
 
 @on_threads(2)
 def test_a_closure_is_called_before_gradients_are_read(rank: int, world_size: int) -> None:
-    models, optimizers = _peers(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    models, optimizers = peers(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
 
@@ -252,7 +252,7 @@ def test_a_closure_is_called_before_gradients_are_read(rank: int, world_size: in
                 return loss
 
             assert optimizer.step(closure) is not None
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
 
 
 @on_threads(2)
@@ -310,18 +310,18 @@ def _reorder(optimizer: Optimizer) -> None:
 def test_what_happens_to_an_optimizer_between_steps_counts(
     rank: int, world_size: int, between: Callable[[Optimizer], None]
 ) -> None:
-    models, optimizers = _peers(torch.optim.Adam, {"lr": 0.01})
+    models, optimizers = peers(torch.optim.Adam, {"lr": 0.01})
     for step in range(4):
         _train(models, optimizers, rank, step)
         for optimizer in optimizers:
             between(optimizer) if step == 1 else None
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
 
 
 @on_threads(2)
 def test_schedulers_and_scaling_of_gradients(rank: int, world_size: int) -> None:
     for options in ({}, {"fused": True}):
-        models, optimizers = _peers(torch.optim.AdamW, {"lr": 0.1, **options})
+        models, optimizers = peers(torch.optim.AdamW, {"lr": 0.1, **options})
         schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in models]
         for step in range(4):
@@ -333,7 +333,7 @@ def test_schedulers_and_scaling_of_gradients(rank: int, world_size: int) -> None
                 scaler.update()
                 schedule.step()
                 optimizer.zero_grad()
-        _assert_alike(*optimizers)
+        assert_alike(*optimizers)
         assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
 
 
@@ -373,13 +373,13 @@ def test_plain_parameters_beside_sharded_ones(rank: int, world_size: int) -> Non
 
 @on_threads(4)
 def test_replicas_and_more_ranks_than_rows(rank: int, world_size: int) -> None:
-    models, optimizers = _peers(torch.optim.AdamW, {}, mesh=hybrid_mesh(world_size))
+    models, optimizers = peers(torch.optim.AdamW, {}, mesh=hybrid_mesh(world_size))
     for step in range(2):
         x = batches(world_size, step)[rank]
         for model in models:
             loss_of(model, x).backward()
         step_all(optimizers)
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
 
 
 @on_threads(2)
@@ -397,7 +397,7 @@ def test_gradients_with_other_placements(rank: int, world_size: int) -> None:
 
 @on_threads(2)
 def test_states_that_are_no_shards_are_refused_as_by_torch(rank: int, world_size: int) -> None:
-    models, optimizers = _peers(torch.optim.SGD, {"momentum": 0.9})
+    models, optimizers = peers(torch.optim.SGD, {"momentum": 0.9})
     _train(models, optimizers, rank, 0)
     for model, optimizer in zip(models, optimizers, strict=True):
         loss_of(model, batches(2)[rank]).backward()
@@ -495,7 +495,7 @@ def test_torchs_fsdp2_steps_on_shards_if_asked(
                 optimizer.step()
             assert bool(seen.found) == (optimizer is optimizers[1] or step == 3)
             optimizer.zero_grad()
-        _assert_alike(*optimizers)
+        assert_alike(*optimizers)
 
 
 def test_an_optimizer_of_another_kind_is_refused() -> None:
