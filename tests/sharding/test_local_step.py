@@ -255,6 +255,27 @@ def test_a_closure_is_called_before_gradients_are_read(rank: int, world_size: in
     assert_alike(*optimizers)
 
 
+def _look_at_groups(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    assert args[0].param_groups
+
+
+@on_threads(2)
+def test_a_closure_counts_after_the_step_has_looked_at_groups(rank: int, world_size: int) -> None:
+    """As the steps of torch do on accelerators, to see whether they may be captured."""
+    models, optimizers = peers(torch.optim.SGD, {"lr": 0.1})
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.register_step_pre_hook(_look_at_groups)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = loss_of(model, batches(2)[rank])
+            loss.backward()
+            optimizer.param_groups[0]["lr"] *= 2
+            return loss
+
+        optimizer.step(closure)
+    assert_alike(*optimizers)
+
+
 @on_threads(2)
 def test_a_closure_that_raises_leaves_all_as_it_was(rank: int, world_size: int) -> None:
     net = sharded_net()

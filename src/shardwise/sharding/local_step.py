@@ -159,11 +159,9 @@ class _Look:
 
         @functools.wraps(closure)
         def call(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
             self._groups = None
-            try:
-                return closure(*args, **kwargs)
-            finally:
-                self._groups = None
+            return result
 
         return call
 
