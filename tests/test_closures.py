@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fresh import loaded_after
+from tests.test_public_api import MOVED, PUBLIC
 
 #: By front door: what a program does with it, and the lines and files of the package that are
 #: loaded then. Lower them when they fall; a feature that needs more has to remove something.
@@ -24,8 +25,10 @@ DOORS = {
     ),
 }
 
+MODULES = ["shardwise.weights.sglang", *MOVED.values(), *PUBLIC]
 #: Programs of which only single packages and modules matter.
 OTHERS = {
+    "every module": "\n".join(f"import {each}\nfrom {each} import *" for each in MODULES),
     "the library": """
 import shardwise; shardwise.checkpoint.latest('runs'); shardwise.diloco; shardwise.wrap
 from shardwise import *
@@ -68,6 +71,10 @@ def test_the_library_is_there_without_what_only_trainings_need(loaded: Loaded) -
 
     assert "shardwise" in found
     assert not found & {"transformers", "rich", "typer", "click", "matplotlib", "tensorboard"}
+
+
+def test_every_public_module_can_be_imported_in_both_forms(loaded: Loaded) -> None:
+    assert loaded["every module"].keys() >= set(MODULES)
 
 
 def test_a_rank_imports_only_what_its_training_uses(loaded: Loaded) -> None:

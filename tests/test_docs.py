@@ -198,10 +198,6 @@ def test_every_public_name_is_in_the_reference(package: str) -> None:
     assert not missing, "add these to a page of docs/reference/"
 
 
-def test_the_readme_shows_a_program() -> None:
-    assert any(program.document.name == "README.md" for program in PROGRAMS)
-
-
 @pytest.mark.parametrize("document", [*DOCUMENTS, NOTEBOOK], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text()

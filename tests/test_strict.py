@@ -29,8 +29,8 @@ from tests.checkpoint.tilings import QUICK
 _SCALARS = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 _JSON = st.recursive(
     _SCALARS.filter(lambda x: not isinstance(x, float) or math.isfinite(x)),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
 )
 
 

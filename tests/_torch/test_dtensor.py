@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise._torch import dtensor
 from shardwise._torch.c10d import fake_world
@@ -40,16 +40,6 @@ class Undeclared(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_the_local_tensor_is_the_one_inside(mesh: DeviceMesh) -> None:
-    tensor = sharded(mesh, 4, 3)
-    local = dtensor.local_of(tensor)
-    assert local.shape == (2, 3)
-    local.fill_(7.0)
-    assert tensor.to_local().eq(7.0).all()
-    assert dtensor.plain(tensor) is local
-    assert dtensor.plain(local) is local
-
-
 def test_a_parameter_follows_its_memory_to_another_device(mesh: DeviceMesh) -> None:
     """As under CPU offload, after ``to_empty(device="cuda")``: its gradient is on the host, too."""
     with FakeTensorMode():
@@ -61,29 +51,6 @@ def test_a_parameter_follows_its_memory_to_another_device(mesh: DeviceMesh) -> N
     param.grad = dtensor.wrap_local(torch.ones(2, 3), spec)
     torch.optim.SGD([param], lr=2.0).step()
     assert dtensor.local_of(param).eq(-2.0).all()
-
-
-def test_a_dtensor_is_wrapped_as_torch_wraps_it(mesh: DeviceMesh) -> None:
-    like = sharded(mesh, 4, 3)
-    local = torch.ones(2, 3, requires_grad=True)
-    made = dtensor.wrap_local(local, dtensor.spec_of(like))
-    assert (made.shape, made.placements, made.device_mesh) == (
-        like.shape,
-        like.placements,
-        like.device_mesh,
-    )
-    assert made.requires_grad
-    assert dtensor.local_of(made) is local
-
-
-def test_a_spec_describes_shape_strides_and_dtype(mesh: DeviceMesh) -> None:
-    spec = dtensor.make_spec(mesh["dp"], [Shard(0)], torch.Size([4, 3]), (3, 1), torch.bfloat16)
-    tensor = dtensor.wrap_local(torch.zeros(2, 3, dtype=torch.bfloat16), spec)
-    assert (tensor.shape, tensor.dtype, tensor.stride()) == ((4, 3), torch.bfloat16, (3, 1))
-    wide = dtensor.with_dtype(spec, torch.float32)
-    assert wide.tensor_meta is not None
-    assert wide.tensor_meta.dtype is torch.float32
-    assert dtensor.with_dtype(wide, torch.float32) is wide
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -115,15 +82,6 @@ def test_wrappers_are_known_whether_they_declare_themselves_or_not(mesh: DeviceM
     assert not dtensor.has_memory(Undeclared(torch.ones(2)))
 
 
-def test_views_have_one_storage(mesh: DeviceMesh) -> None:
-    tensor = torch.ones(4, 3)
-    assert dtensor.storage_of(tensor[1:]) == dtensor.storage_of(tensor)
-    assert dtensor.storage_of(tensor.clone()) != dtensor.storage_of(tensor)
-    whole = sharded(mesh, 4, 3)
-    assert dtensor.storage_of(whole) == dtensor.storage_of(dtensor.local_of(whole))
-    assert dtensor.storage_of(Undeclared(torch.ones(2))) is None
-
-
 def test_tensors_inside_a_transform_have_no_storage() -> None:
     seen: list[int | None] = []
 
@@ -133,19 +91,6 @@ def test_tensors_inside_a_transform_have_no_storage() -> None:
 
     torch.func.vmap(body)(torch.ones(3))
     assert seen == [None]
-
-
-def test_placements_say_what_they_shard() -> None:
-    strided = dtensor.strided_shard(1, 2)
-    placements = [Shard(0), strided, Replicate(), Partial()]
-    assert [dtensor.sharded_dim(each) for each in placements] == [0, 1, None, None]
-    assert [dtensor.split_factor(each) for each in placements] == [1, 2, 1, 1]
-    assert [dtensor.describe_placement(each) for each in placements] == [
-        "Shard(0)",
-        "StridedShard(1, 2)",
-        "Replicate",
-        "Partial",
-    ]
 
 
 def test_meshes_are_joined_flattened_and_traced_to_their_root(mesh: DeviceMesh) -> None:

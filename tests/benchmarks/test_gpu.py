@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.benchmarks.scripts import call_script
+from tests.benchmarks.scripts import BENCHMARKS, call_script
 
+RESULTS = BENCHMARKS / "results"
 NAMES = (
     *("environment", "tests", "losses", "steps", "overhead", "graph"),
     *("sanitizer", "ranks", "offload", "largest"),
@@ -287,53 +288,32 @@ def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _made_up(part: str, cases: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    whole = [{"key": "a case", "error": None, "case_seconds": 1.0, **case} for case in cases]
-    found = {"part": part, "status": "done", "seconds": 12.3, "error": None, "cases": whole}
-    return {**found, **changes}
+@pytest.mark.parametrize("stored", ["2026-11-26-gpu-h100", "2026-11-26-gpu-h200"])
+def test_tables_of_a_run_are_those_that_were_stored(stored: str) -> None:
+    from _gpu_tables import gpu_tables
+    from report import tables_of
+
+    content = _read(RESULTS / f"{stored}.json")
+    assert gpu_tables(content) == tables_of(content)
 
 
-def _shown(*parts: dict[str, Any]) -> str:
-    from report import markdown
+def test_what_went_wrong_in_a_part_is_shown() -> None:
+    from _gpu_tables import TABLES, gpu_tables
 
-    facts = {
-        "device": "cuda",
-        "gpu": "a made-up GPU",
-        "gpus": 1,
-        "gpu_memory_gib": 1.5,
-        "cuda": "13.0",
-        "nccl": "2.28",
-        "sharing": "NCCL_HOSTID",
-        "driver": "1.2.3",
-        "revision": "abc1234",
-        "cpu": "a processor",
-        "cores": 2,
-        "memory_gib": 4,
-        "system": "Linux 6",
-        "python": "3.12",
-        "torch": "2.11",
-    }
-    content = {"schema": 1, "script": "gpu", "command": "python benchmarks/gpu.py"}
-    content |= {"date": "2026-01-02", "machine": facts, "parts": list(parts)}
-    return markdown(content, "made-up.json")
+    case = {"key": "34m", "error": "Traceback:\n  ...\nValueError: made up"}
+    part = {"part": "steps", "status": "failed", "seconds": 12.3, "error": "cases failed"}
+    overview, *_ = gpu_tables({"machine": {}, "parts": [{**part, "cases": [case]}]})
+    assert overview.rows == [["steps", "failed", "12", "0 of 1"]]
+    assert overview.notes == ["steps: cases failed", "steps, 34m: ValueError: made up"]
+    race = {"losses": [1.0], "races": ["a made-up race\nbetween two streams"], "looked": True}
+    [table] = TABLES["sanitizer"]([{"key": "34m", "ranks": [{**race, "races": []}, race]}])
+    assert table.rows == [["34m", "1", "1"]]
+    assert table.notes == ["34m: a made-up race"]
 
 
-def test_parts_and_what_went_wrong_in_them_are_shown() -> None:
-    error = "Traceback:\n  ...\nValueError: made up"
-    shown = _shown(
-        _made_up("graph", [], status="timed out", error="not over after 60 s"),
-        _made_up("steps", [{"key": "34m", "error": error}], status="failed", error="cases failed"),
-    )
-    assert "| graph | timed out | 12 | 0 of 0 |" in shown
-    assert "- graph: not over after 60 s" in shown
-    assert "| steps | failed | 12 | 0 of 1 |" in shown
-    assert "- steps, 34m: ValueError: made up" in shown
-    assert "1 x a made-up GPU, 1.5 GiB; CUDA 13.0, NCCL 2.28, driver 1.2.3" in shown
-    assert "revision abc1234" in shown
-
-
-def test_tests_that_fail_are_shown_though_their_case_has(tmp_path: Path) -> None:
+def test_tests_that_fail_are_shown(tmp_path: Path) -> None:
     from _gpu_parts import read_report
+    from _gpu_tables import TABLES
 
     path = tmp_path / "report.xml"
     path.write_text(
@@ -342,56 +322,9 @@ def test_tests_that_fail_are_shown_though_their_case_has(tmp_path: Path) -> None
         '<testcase classname="tests.gpu" name="test_c"><failure message="m">trace\n'
         "AssertionError: made up</failure></testcase></testsuite></testsuites>"
     )
-    found = read_report(path)
-    assert (found["passed"], found["skipped"]) == (1, 1)
-    shown = _shown(_made_up("tests", [{**found, "error": "1 tests fail"}], status="failed"))
-    assert "| a case | 1 | 1 | 1 |" in shown
-    assert "- tests.gpu.test_c: AssertionError: made up" in shown
-
-
-def test_races_and_graphs_are_shown_by_rank() -> None:
-    clean = {"losses": [1.0, 2.0], "races": [], "looked": True}
-    race = {"losses": [1.0], "races": ["a made-up race\nbetween two streams"], "looked": True}
-    seconds = {"replayed": 0.001, "as usual": 0.004}
-    graph = {"captured": True, "losses": [2.0], "expected": [2.25], "seconds": seconds}
-    shown = _shown(
-        _made_up("sanitizer", [{"contender": "ours", "ranks": [clean, race]}]),
-        _made_up("graph", [{"ranks": [graph]}]),
-    )
-    assert "| a case | 1 | 1 |" in shown
-    assert "- a case: a made-up race" in shown
-    assert "| a case | yes | 2.5e-01 | 1.00 | 4.00 |" in shown
-
-
-def test_what_a_skeptic_asks_first_is_answered_in_one_table_beside_fsdp2() -> None:
-    from dataclasses import asdict
-
-    from _contenders import Case
-
-    clean = {"losses": [1.0], "races": [], "looked": True}
-    race = {**clean, "races": ["a made-up race"]}
-    peak = {"memory": [{"peak_allocated": 300 * 2**20}], "steps": [[_RANK]], "warmup": []}
-    steps = {**asdict(Case(1, "34m", "bf16", 3, 2048, "cuda")), "numel": 1, "worlds": "resident"}
-    steps |= {"backend": "nccl", "errors": {}, "planned_peak": 299 * 2**20}
-    host = {"groups": 2, "ranks": 1, "seconds": {"floor": [[1.0]] * 2}}
-    host["seconds"] |= {"ours": [[1.0001]] * 2, "fsdp2": [[1.0004]] * 2}  # type: ignore[attr-defined]
-    host["build"] = {"groups": 4, "seconds": {name: [1.0] * 2 for name in ("ours", "fsdp2")}}
-    shown = _shown(
-        _made_up("losses", [{"losses": {"ours": [2.0, 1.5], "fsdp2": [2.0, 1.25]}}]),
-        _made_up("steps", [{**steps, "contenders": {"ours": [peak], "fsdp2": [peak]}}]),
-        _made_up("overhead", [host]),
-        _made_up("sanitizer", [{"contender": n, "ranks": [race]} for n in ("ours", "fsdp2")]),
-    )
-    assert "| question | shardwise | torch FSDP2 |" in shown
-    assert "| last loss of 2 steps, a case | 1.500000, 2.5e-01 apart at most | 1.250000 |" in shown
-    label = "34m parameters, 1 rank, bf16, ZeRO-3, 2048 tokens a rank"
-    assert f"| peak MiB, {label} | 300, planned 299 | 300 |" in shown
-    assert "| host µs of a group, a case | 50 | 200 |" in shown
-    assert "| races that CUDA's sanitizer reports | 1 | 1 |" in shown
-    assert "ranks that share a GPU: by NCCL_HOSTID" in shown
-
-
-_RANK = {"seconds": 1.0, "host": 0.5, "loss": 2.0}
+    [table] = TABLES["tests"]([{"key": "a case", **read_report(path)}])
+    assert table.rows == [["a case", "1", "1", "1"]]
+    assert table.notes == ["tests.gpu.test_c: AssertionError: made up"]
 
 
 def test_a_plan_says_what_a_rank_needs_at_its_peak() -> None:
@@ -406,10 +339,9 @@ def test_a_plan_says_what_a_rank_needs_at_its_peak() -> None:
 
 
 def test_the_documentation_has_no_made_up_results() -> None:
-    page = Path(__file__).parents[2] / "benchmarks" / "gpu.md"
+    page = BENCHMARKS / "gpu.md"
     assert "made-up" not in page.read_text()
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
-    for path in results.glob("*gpu*.json"):
+    for path in RESULTS.glob("*gpu*.json"):
         content = _read(path)
         assert content["machine"]["device"] == "cuda", f"{path.name} is from a dry run"
         assert os.path.basename(path) in page.read_text()

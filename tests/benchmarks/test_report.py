@@ -53,22 +53,6 @@ def test_tables_replace_what_is_between_the_markers(folder: Path) -> None:
     assert report(folder, "--check") == 0
 
 
-def test_contenders_are_compared_round_by_round() -> None:
-    from _report import compared
-
-    seconds = {"a": [1.0, 3.0, 8.0], "b": [2.0, 2.0, 2.0], "c": [4.0] * 3}
-    table = compared(
-        *("title", ("contender", "s", 1), seconds, {name: name.upper() for name in seconds}),
-        peers={"x B": "b", "x A": lambda name: "a" if name == "b" else "nobody"},
-        beside={"rounds": lambda name: str(len(seconds[name]))},
-    )
-    assert table.columns == ["contender", "s", "quartiles", "x B", "x A", "rounds"]
-    assert table.rows[:2] == [
-        ["A", "3.0", "2.0 to 5.5", "1.50", "", "3"],
-        ["B", "2.0", "2.0 to 2.0", "1.00", "0.67", "3"],
-    ]
-
-
 def test_missing_result_is_one_clear_line(folder: Path) -> None:
     (folder / "run.json").unlink()
     assert report(folder) == 2

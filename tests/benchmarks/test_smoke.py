@@ -191,19 +191,6 @@ def test_plans_are_held_against_published_figures() -> None:
     assert plan_published.ROWS
 
 
-def test_a_difference_of_losses_is_told_and_fails() -> None:
-    from step_time import table, wrong
-
-    stored = BENCHMARKS / "results" / "2026-11-21-gloo-step-time-150m.json"
-    case = json.loads(stored.read_text())["cases"][1] | {"errors": {}}
-    assert not wrong(case)
-    assert table(case).notes[0] == "losses: OK, equal to four decimals"
-    case["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
-    assert wrong(case)
-    assert "losses: DIFFERENT: ours differs from fsdp2" in table(case).notes[0]
-    assert wrong({**case, "errors": {"ddp": "out of memory"}}) == {"ddp": "out of memory"}
-
-
 def test_losses_that_differ_between_runtimes_are_an_error() -> None:
     from optimizers import differences
 
@@ -240,6 +227,8 @@ def test_figures_of_tables_are_those_that_were_stored(script: str, stored: str) 
     made = module.tables(cases) if hasattr(module, "tables") else [*map(module.table, cases)]
     for mine, before in zip(made, tables_of(content), strict=script != "goodput"):
         assert mine.title == before.title
+        if script != "strategies":  # of which more is noted now
+            assert mine.notes == before.notes
         for row, old in zip(mine.rows, before.rows, strict=True):
             now = dict(zip(mine.columns, row, strict=True))
             then = dict(zip(before.columns, old, strict=True))

@@ -20,7 +20,7 @@ WARMUP, STEPS = 4, 1  # of the stored document
 def case() -> dict[str, Any]:
     """A case of ours, FSDP2, DDP and the floor, as it was measured."""
     found: dict[str, Any] = json.loads(STORED.read_text())["cases"][1]
-    return found
+    return {**found, "errors": {}}
 
 
 def _still_there(marker: str, seconds: float = 10.0) -> list[int]:
@@ -52,23 +52,28 @@ def test_the_script_leaves_no_process_behind(tmp_path: Path) -> None:
 
 def test_losses_agree_and_fall(case: dict[str, Any]) -> None:
     from _turns import disagreement, losses
+    from step_time import table, wrong
 
     assert disagreement(case) is None
+    assert not wrong(case)
+    assert table(case).notes[0] == "losses: OK, equal to four decimals"
+    assert wrong({**case, "errors": {"ddp": "out of memory"}}) == {"ddp": "out of memory"}
     ours = losses(case, "ours")
     assert len(ours) == WARMUP + 5 * STEPS
     assert ours[4] < ours[0], f"the first batch came twice and its loss did not fall: {ours}"
 
 
-@pytest.mark.parametrize("wrong", [1e-4, float("nan")])
-def test_contender_that_computes_something_else_is_named(
-    case: dict[str, Any], wrong: float
-) -> None:
+@pytest.mark.parametrize("off", [1e-4, float("nan")])
+def test_contender_that_computes_something_else_is_named(case: dict[str, Any], off: float) -> None:
     from _turns import disagreement
+    from step_time import table, wrong
 
-    case["contenders"]["ddp"][1]["steps"][0][0]["loss"] += 2 * wrong  # on one rank of two
+    case["contenders"]["ddp"][1]["steps"][0][0]["loss"] += 2 * off  # on one rank of two
     found = disagreement(case)
     assert found is not None
     assert f"ddp differs from fsdp2 first at step {WARMUP + STEPS}" in found
+    assert wrong(case)
+    assert f"losses: DIFFERENT: {found}" in table(case).notes[0]
 
 
 def test_floor_need_only_start_alike(case: dict[str, Any]) -> None:

@@ -310,11 +310,11 @@ WRAPPED = ("SGD", "tensors as settings", "groups", "states of all kinds", "whole
 
 
 def _of_cells() -> list[Any]:
-    """All cells, except that `make test` fills one of three for optimizers like others."""
+    """All cells, except that `make test` fills one of four for optimizers like others."""
     alike = [name for name in OPTIMIZERS if name not in WRAPPED]
     return [
         *((name, 1) for name in WRAPPED),
-        *((name, 3) for name in alike),
+        *((name, 4) for name in alike),
         *(pytest.param(name, 1, marks=pytest.mark.long) for name in alike),
     ]
 

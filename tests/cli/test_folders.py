@@ -1,4 +1,7 @@
-"""A second run without --out takes a folder of its own; what is there stays as it is."""
+"""A second run without --out takes a folder of its own; what is there stays as it is.
+
+Which folder goes with which options, tests/recipes/test_job.py shows.
+"""
 
 from __future__ import annotations
 
@@ -53,37 +56,6 @@ def test_a_second_run_takes_the_next_number_and_says_so(
     line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm continues it"
     assert line in capsys.readouterr().out.splitlines()
     assert before == tuple(Path(f"runs/lm-{n}/run.json").read_bytes() for n in (2, 3))
-
-
-def test_a_folder_that_the_user_names_is_never_another_one(
-    capsys: Capture, started: list[Path]
-) -> None:
-    before = make_run("runs/lm")
-    assert call("train", "lm", "--out", "runs/lm") == 2
-    assert "--out: found a run in runs/lm already" in capsys.readouterr().err
-    assert not started
-    assert Path("runs/lm/run.json").read_bytes() == before
-
-
-def test_overwrite_means_the_default_folder(started: list[Path]) -> None:
-    make_run("runs/lm")
-    second = make_run("runs/lm-2")
-    assert call("train", "lm", "--overwrite") == 0
-    assert started == [Path("runs/lm")]
-    assert Path("runs/lm-2/run.json").read_bytes() == second
-
-
-def test_resume_goes_on_with_the_newest_run(capsys: Capture, started: list[Path]) -> None:
-    make_run("runs/lm")
-    make_run("runs/lm-2")
-    RunDir(Path("runs/lm-2")).write({"recipe": "mnist", "sessions": []})
-    assert call("train", "lm", "--resume") == 2
-    shown = capsys.readouterr()
-    assert shown.out == "", "a mistake is one line"
-    assert (
-        "--resume: found a run of train mnist in runs/lm-2, expected one of this kind" in shown.err
-    )
-    assert not started
 
 
 def test_several_hosts_share_one_folder_that_none_of_them_counts_up(capsys: Capture) -> None:

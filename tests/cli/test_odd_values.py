@@ -59,8 +59,7 @@ def test_every_number_has_bounds(
 ) -> None:
     if "diloco" in name or name in ("--local-steps", *(f"--outer-{n}" for n in _OUTER)):
         command += " --strategy diloco --replicas 1"
-    values = ["1e20", "1.5", "nan", ""] if kind is int else ["1e300", "nan", "-inf", "many"]
-    for value in values:
+    for value in ["1e20"] if kind is int else ["1e300", "nan"]:
         words = [*command.split(), f"{name}={value}"]
         assert refused(monkeypatch, capsys, words).startswith(f"error: {name}: found "), value
 
@@ -103,6 +102,14 @@ def test_integers_may_be_written_as_large_ones_are(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        *(
+            (f"train lm {option}={value}", f"{option}: found ")
+            for option, values in {
+                "--steps": ("1.5", "nan", "", "-1e20"),
+                "--lr": ("-inf", "many"),
+            }.items()
+            for value in values
+        ),
         ("train lm --timeline 700-800", "--timeline: found 700-800 of 600 steps, expected steps"),
         ("train lm --timeline 0-3", "--timeline: found '0-3', expected steps from 1 up"),
         ("train lm --offload disk:nosuch", "--offload: found disk:nosuch, no folder, expected"),

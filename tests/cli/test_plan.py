@@ -74,7 +74,10 @@ def _own_path(monkeypatch: Patch) -> None:
             "--recompute-every: found 2, expected --activation-checkpointing too",
         ),
         ("llama-tiny --fit much", "--fit: found much, expected a size such as 80GiB, or 'device'"),
-        (f"{_NETS}:build --batch {_NETS}:batch --device h100 --fit 99B", "--fit: nothing fits"),
+        (
+            f"{_NETS}:build --batch {_NETS}:batch --mesh dp=1 --device h100 --fit 9B",
+            "--fit: nothing fits",
+        ),
         (f"{_NETS}:build --batch {_NETS}:batch --fit 99B", "--fit: found no --device"),
     ],
 )

@@ -218,7 +218,7 @@ def test_what_a_script_has_not_closed_is_written_and_its_threads_are_waited_for(
         write("plain")
         sys.kept.append(gzip.open("packed", "wt"))
         sys.kept[-1].write("all of it")
-        threading.Thread(target=write, args=("thread", 1.0)).start()
+        threading.Thread(target=write, args=("thread", 0.4)).start()
         threading.Thread(target=sys.stdin.buffer.read, daemon=True).start()  # holds its lock
         atexit.register(write, "atexit")
     """
@@ -396,9 +396,6 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
         (".", "SCRIPT: found ., which is not a file, expected a Python file"),
         ("--nprc 2 there.py", "No such option: --nprc"),
         ("--nproc 0 there.py", "--nproc: found 0, expected 1 or more"),
-        ("--nproc 100000 there.py", "--nproc: found 100000, expected at most "),
-        ("--max-restarts -1 there.py", "--max-restarts: found -1, expected 0 or more"),
-        ("--node-rank 0 there.py", "--node-rank: found without --nnodes"),
         ("-m there.py/x", "--module: found there.py/x, expected the name of a module"),
     ],
 )

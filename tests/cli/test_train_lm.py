@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.runs.metrics_file import read_metrics
+from tests.cli.shell import call, refused
 from tests.programs import Program, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 
@@ -87,13 +87,11 @@ def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
 
 
 def test_inspect_shows_what_the_ranks_of_the_run_hold(
-    whole: Ended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the checkpoint has it: names, shapes, and how they are cut."""
     run = whole.folder / "run"
-    monkeypatch.setattr(sys, "argv", ["shardwise", "inspect", str(run), "--json"])
-    with pytest.raises(SystemExit):
-        app()
+    assert call("inspect", str(run), "--json") == 0
     report = json.loads(capsys.readouterr().out)
     newest = max((run / "checkpoints").iterdir())
     saved = {entry.path[1]: entry for entry in read_manifest(newest).section("model")}
@@ -187,18 +185,20 @@ def test_checkpoints_are_those_of_the_last_steps(whole: Ended) -> None:
     assert Checkpoints(whole.folder / "run" / "checkpoints").steps() == [6, 8]
 
 
-def test_a_run_is_not_overwritten(whole: Ended) -> None:
+@pytest.mark.usefixtures("no_world")
+def test_a_complete_run_is_neither_overwritten_nor_trained_again(
+    whole: Ended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = metrics(whole.folder)
-    ended = Ended.of(whole.folder, start(whole.folder, "--nproc", "2", "--out", "run"))
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: --out: found a run in run already, expected another folder")
+    monkeypatch.chdir(whole.folder)
+    command = ("train", "lm", *OPTIONS, "--nproc", "2", "--out", "run")
+    said = refused(capsys, *command)
+    assert said.startswith("error: --out: found a run in run already, expected another folder")
+    assert call(*command, "--resume") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Nothing to do: the run in run is at step 8 of 8.")
+    assert shown.err == ""
     assert metrics(whole.folder) == before
-
-
-def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(whole: Ended) -> None:
-    ended = Ended.of(whole.folder, start(whole.folder, "--nproc", "2", "--out", "run", "--resume"))
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith("Nothing to do: the run in run is at step 8 of 8.")
 
 
 # -- disturbed -------------------------------------------------------------------------------------
@@ -269,7 +269,6 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
 DIES_ONCE = """
 import os, signal
 from pathlib import Path
-from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.loop import Loop
 
 step, died = Loop._step, Path("died")

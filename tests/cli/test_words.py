@@ -91,7 +91,6 @@ def test_processes_may_be_as_many_as_the_host_has(
         ("train my.py", "No such command 'my.py', expected one of lm, mnist, imagenet, vit"),
         ("--verson", "(Possible options: --version)"),
         ("plan llama-tiny --gpus 8", "No such option: --nproc; did you mean --mesh dp=N?"),
-        ("plan llama-tiny --mesh dp=0", "--mesh: found 'dp=0', expected dp=N, N a number from 1"),
         *[
             (line.format("many"), "--nproc: found 'many', expected a whole number, gpu, cpu or")
             for line in (
@@ -103,14 +102,11 @@ def test_processes_may_be_as_many_as_the_host_has(
             )
         ],
         ("launch-lines --hosts a --nproc 0 -- train lm", "--nproc: found 0, expected 1 or more"),
-        ("prove llama-tiny --nproc 1", "--nproc: found 1, expected 2 or more"),
-        ("generate . --dtype fp4", "--dtype: found 'fp4', expected one of fp32, bf16, fp16"),
         ("train lm --tensorboard", "No such option: --tensorboard; did you mean --log tensorboar"),
         (
             "train lm --nnodes 2 --node-rank 1 --rdzv a:1 --resume --out gone",
             "--resume: found no run in gone, expected a run; see --out",
         ),
-        ("train lm --strategy zero4", "--strategy: found 'zero4', expected one of full"),
         ("train lm --nnodes 2 --node-rank 0", "--rdzv: found nothing, expected HOST:PORT"),
         ("train lm --mesh dp=1,tp=2 --nproc 2", "--mesh: found dp=1,tp=2, expected dimensions of"),
         ("train lm --steps", "Option '--steps' requires an argument."),

@@ -479,23 +479,13 @@ def test_other_settings_are_refused_by_name() -> None:
     assert list(world.round_of(0).members) == [0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b"3",
-        b"{}",
-        b'"ready"',
-        b"[" * 100_000,
-        json.dumps({"state": "ready"}).encode(),
-        json.dumps({"state": "dancing", "incarnation": "a"}).encode(),
-    ],
-)
-def test_garbage_is_no_report(text: bytes) -> None:
-    with pytest.raises(ValueError, match="ReplicaReport"):
-        plain.read(ReplicaReport, text)
+def test_what_is_reported_under_no_number_of_a_replica_is_left_out() -> None:
+    coordinator = Coordinator(1, DEADLINE, START, lambda: 0.0)
+    report = Replica(0).report
+    silence = {client_name(n, report.incarnation, 0): 0.0 for n in (-1, int("9" * 40))}
+    for key in ("x", "", "-1", "1.5", "²", "9" * 40):
+        assert not coordinator.look(Presence({key: report}, silence, {}))
+    assert coordinator.plan.version == -1
 
 
 @pytest.mark.parametrize(

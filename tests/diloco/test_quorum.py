@@ -25,8 +25,6 @@ from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
 from shardwise.diloco.coordinator import Event, EventKind
 from shardwise.diloco.membership import ReplicaSession
-from shardwise.elastic.registry import REPORT
-from shardwise.elastic.store import GuardedStore, StoreRefusedError
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 
@@ -236,14 +234,6 @@ def test_one_that_leaves_while_the_server_looks_is_not_taken_for_lost(
     assert [event.kind for event in world.events] == [EventKind.JOINED, EventKind.LEFT]
 
 
-def test_the_last_replica_goes_on_alone() -> None:
-    with trial(2) as world:
-        a, b = world.joined(2)
-        b.die()
-        assert [a.step(1.0), a.step(1.0)] == [1.0, 2.0]
-        assert world.members == [[0], [0]]
-
-
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds: int) -> None:
     with trial(1) as world:
@@ -345,23 +335,6 @@ def test_a_server_that_was_suspended_waits_for_those_who_are_late(
             return b.step(4.0)
 
         assert world.together(lambda: a.step(2.0), step_late) == [3.0, 3.0]
-
-
-def test_garbage_in_the_store_harms_nobody() -> None:
-    with trial(2) as world:
-        store = GuardedStore("127.0.0.1", world.server.port, b"token", "stranger", 5.0)
-        for key, value in {"1": b"\xff", "x": b"{}", "8": b"[]", "-1": b"", "9" * 40: b"1"}.items():
-            store.set(f"{REPORT}{key}", value)
-        with pytest.raises(ValueError, match="expected none that begins with"):
-            store.set("server/quorum", b"")
-        a, b = world.joined(2)
-        assert world.together(lambda: a.step(1.0), lambda: b.step(3.0)) == [2.0, 2.0]
-        store.close()
-
-
-def test_a_stranger_is_refused() -> None:
-    with trial(1) as world, pytest.raises(StoreRefusedError, match="another token"):
-        world.replica(0, token="another")
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -33,15 +33,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
 }
 SAVED = ("plain", "warming", "streaming", "late", "feedback", "ternary")
+#: With these, the replicas are sharded as well. How values travel is for whoever has all of them.
+SHARDED = (*SAVED, "wrapped", "keeping")
 STEPS, SAVED_AFTER = 8, 5
 
 
 def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Train with every setting for some steps; one is saved midway, by the larger world only."""
+    """Train with settings for some steps; the larger world saves some of them midway."""
     mesh = two_replicas()
     found: dict[str, Any] = {}
-    for name, settings in SETTINGS.items():
-        replica = Replica(mesh, **settings)
+    for name in SETTINGS if world_size == 2 else SHARDED:
+        replica = Replica(mesh, **SETTINGS[name])
         replica.train(1, SAVED_AFTER)
         if name in SAVED and world_size == 4:
             group = mesh.get_group("shard")
@@ -94,9 +96,9 @@ def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: 
         "keeping": streamed(STEPS, KEEPING),
         "late": late(STEPS, 3),
     }
-    for name, reference in expected.items():
-        for rank, results in enumerate(found[shards]):
-            replica = rank // shards
+    for rank, results in enumerate(found[shards]):
+        for name in expected.keys() & results:
+            reference, replica = expected[name], rank // shards
             what = f"{name}, {shards} shards, rank {rank}"
             assert_values(results[name]["outer"], reference.outer, f"{what}, outer")
             assert_values(results[name]["inner"], reference.replicas[replica], f"{what}, inner")
@@ -105,7 +107,7 @@ def test_it_is_what_one_process_computes_replica_by_replica(found: Any, shards: 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_all_replicas_have_the_same_outer_state_to_the_bit(found: Any, shards: int) -> None:
     for rank, results in enumerate(found[shards]):
-        for name in SETTINGS:
+        for name in SETTINGS.keys() & results:
             assert results[name]["same"], f"{name}, rank {rank}"
 
 
@@ -125,7 +127,7 @@ def test_replicas_move_apart_inside_a_round(found: Any) -> None:
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp8", "int8"])
 def test_what_is_rounded_on_the_wire_stays_near(found: Any, name: str) -> None:
     exact = plain(STEPS, 3, OuterSGD())
-    for results in found[2]:
+    for results in found[1]:
         tolerance = 5e-2 if name == "fp8" else 5e-3
         assert_values(results[name]["outer"], exact.outer, name, tolerance=tolerance)
         values = results[name]["outer"]["head.weight"]
@@ -141,7 +143,7 @@ def test_with_error_feedback_nothing_is_lost_in_the_long_run(found: Any) -> None
 def test_ranks_of_a_replica_have_the_same_of_what_is_not_cut(found: Any) -> None:
     for replica in (0, 1):
         one, other = found[2][2 * replica :][:2]
-        for name in SETTINGS:
+        for name in SHARDED:
             for part in ("inner", "outer"):
                 for fqn, value in one[name][part].items():
                     assert torch.equal(value, other[name][part][fqn]), f"{name}, {part} {fqn}"

@@ -357,25 +357,6 @@ def test_a_host_0_that_publishes_too_few_values_is_no_host_0() -> None:
             hosts.all_gather("mine", 1.0)
 
 
-def test_another_program_at_the_port_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def talk() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
-                connection.recv(64)
-
-        thread = threading.Thread(target=talk)
-        thread.start()
-        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], 5.0)
-        with pytest.raises(
-            RendezvousError, match=r"another program at this port.*: choose another"
-        ):
-            HostGroup(nodes)
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("host_0", "fitting"), [("203.0.113.1", NOT_LOCAL), ("fe80::1%eth0", "fe80::2%eth0")]
 )
@@ -411,7 +392,7 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
 # ---- reading and showing ----
 
 
-PROBE = asdict(Probe())
+PROBE = {**asdict(Probe()), "models": [["one", 1]]}
 
 
 @pytest.mark.parametrize(
@@ -436,16 +417,25 @@ PROBE = asdict(Probe())
         {"temporary_free": -1},
         {"tasks": "many"},
         {"probe": {}},
+        {"probe": {**PROBE, "kind": 1}},
         {"probe": {**PROBE, "models": {}}},
+        {"probe": {**PROBE, "models": [["one"]]}},
+        {"probe": {**PROBE, "models": [["one", "2"]]}},
+        {"probe": {**PROBE, "models": [["one", -1]]}},
+        {"probe": {**PROBE, "models": [["one", 1]] * 2000}},
+        {"probe": {**PROBE, "versions": {"driver": 580}}},
+        {"probe": {**PROBE, "versions": {f"{i}": "580" for i in range(17)}}},
+        {"probe": {**PROBE, "problem": None}},
         {"probe": {**PROBE, "memory": {"error": ""}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": "fast", "ms": 1.0, "ahead": 0.0}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": math.nan, "ms": 1.0, "ahead": 0.0}}},
         {"more": 1},
     ],
-    ids=str,
+    ids=lambda change: str(change)[-40:],
 )
 def test_facts_have_the_types_that_checks_rely_on(facts: Facts, change: dict[str, Any]) -> None:
-    assert received(Facts, asdict(facts)) == facts
+    with_a_model = replace(facts, probe=Probe(models=[("one", 1)]))
+    assert received(Facts, {**asdict(facts), "probe": PROBE}) == with_a_model
     assert received(Facts, {**asdict(facts), **change}) is None
 
 

@@ -9,14 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.app.doctor import probe
-from shardwise.app.doctor.facts import received
 from shardwise.app.doctor.probe import PairLink, Probe, probe_ranks
 from shardwise.base import devices, libc
 from tests.harness import Processes, run_ranks
@@ -134,24 +132,3 @@ def test_ranks_that_start_may_still_not_share_memory(
     new = {"backend": None, "processes": Processes.NEW}
     for found in run_ranks(sharing, world_size, tmp_path / "store", spoil, **new):
         assert error in found
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": 1},
-        {"models": {}},
-        {"models": [["one"]]},
-        {"models": [["one", "2"]]},
-        {"models": [["one", -1]]},
-        {"models": [["one", 1]] * 2000},
-        {"versions": {"driver": 580}},
-        {"versions": {f"{i}": "580" for i in range(17)}},
-        {"problem": None},
-    ],
-    ids=lambda change: str(change)[:40],
-)
-def test_accelerators_have_the_types_that_checks_rely_on(change: dict[str, Any]) -> None:
-    sent = {**asdict(Probe()), "models": [["one", 1]]}
-    assert received(Probe, sent) == Probe(models=[("one", 1)])
-    assert received(Probe, {**sent, **change}) is None

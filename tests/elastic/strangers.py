@@ -1,27 +1,15 @@
-"""Connections of programs that do not belong to a job: port scans, probes, enemies.
-
-    python -m tests.elastic.strangers --count 10000
-
-shows what they cost a client of the store that they call at. Traffic stays on this machine.
-"""
+"""Connections of programs that do not belong to a job: port scans, probes, enemies."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import itertools
-import multiprocessing
 import random
 import socket
-import statistics
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
-
-from shardwise.elastic.network import listening
-from shardwise.elastic.store import GuardedStore, StoreServer
 
 HERE = "127.0.0.1"
 HELLO = b"shardwise-store1" + bytes(32)  # as a client of the store begins
@@ -114,54 +102,3 @@ def knock(address: str, port: int, count: int, *, replayed: bytes = b"", seed: i
             kept[chance.randrange(len(kept))].sendall(b"s")
     for connection in kept:
         connection.close()
-
-
-def _latencies(store: GuardedStore, is_over: Callable[[], bool]) -> list[float]:
-    """Return how many milliseconds requests take, 200 in a second, until something is over."""
-    found = []
-    while not is_over():
-        start = time.perf_counter()
-        store.get("key")
-        found.append(1e3 * (time.perf_counter() - start))
-        time.sleep(0.005)
-    return sorted(found)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000)
-    count = parser.parse_args().count
-    token = b"a token that strangers do not have"
-    server = StoreServer(listener := listening(HERE), token)
-    port = listener.getsockname()[1]
-    store = GuardedStore(HERE, port, token, "client", LIMIT)
-    store.set("key", "value")
-    over = time.monotonic() + 10
-    quiet = _latencies(store, lambda: time.monotonic() > over)
-    strangers = multiprocessing.get_context("spawn").Process(target=knock, args=(HERE, port, count))
-    strangers.start()
-    over = time.monotonic() + 3  # while that process starts
-    _latencies(store, lambda: time.monotonic() > over)
-    used, start = time.process_time(), time.monotonic()
-    flooded = _latencies(store, lambda: not strangers.is_alive())
-    seconds, used = time.monotonic() - start, time.process_time() - used
-    joined = time.monotonic()
-    GuardedStore(HERE, port, token, "another", LIMIT).close()
-    joined = time.monotonic() - joined
-    for name, found in (("quiet", quiet), (f"{count} strangers", flooded)):
-        tenths = statistics.quantiles(found, n=100)
-        print(
-            f"{name}: {len(found)} requests, median {statistics.median(found):.2f} ms, "
-            f"99 of 100 within {tenths[98]:.2f} ms, slowest {found[-1]:.1f} ms"
-        )
-    print(
-        f"ratio of medians {statistics.median(flooded) / statistics.median(quiet):.2f}; strangers "
-        f"for {seconds:.1f} s; this process, with client, used {used:.2f} s of a core; a host that "
-        f"joins behind them waits {joined:.2f} s"
-    )
-    store.close()
-    server.close()
-
-
-if __name__ == "__main__":
-    _main()

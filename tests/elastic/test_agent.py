@@ -6,6 +6,7 @@ The ranks here are small scripts without torch, so that each test takes a fracti
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import textwrap
@@ -116,7 +117,7 @@ def _clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., Run]:
-    def start(nproc: int, body: str, settle: float = 0.5, **env: str) -> Run:
+    def start(nproc: int, body: str, settle: float = 0.1, **env: str) -> Run:
         run = Run(tmp_path, nproc, body, settle, env)
         runs.append(run)
         return run
@@ -129,21 +130,18 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         run.parent.wait(WAIT)
 
 
-def test_ranks_that_return_end_the_run_well(launch: Callable[..., Run]) -> None:
-    run = launch(3, "print(f'rank {world.rank} of {world.size}')")
-    assert run.end() == (0, "rank 0 of 3\n", "")
-
-
-def test_ranks_find_torchs_variables(launch: Callable[..., Run]) -> None:
+def test_ranks_find_torchs_variables_and_what_the_user_chose(launch: Callable[..., Run]) -> None:
     body = """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert int(os.environ["MASTER_PORT"]) > 0
-    (here / f"env-{world.rank}").write_text(" ".join(os.environ[n] for n in names))
+    found = " ".join(os.environ[name] for name in (*names, "OMP_NUM_THREADS"))
+    (here / f"env-{world.rank}").write_text(found)
+    print(f"rank {world.rank} of {world.size}")
     """
-    run = launch(2, body)
-    assert run.end()[0] == 0
+    run = launch(2, body, OMP_NUM_THREADS="7")
+    assert run.end() == (0, "rank 0 of 2\n", "")
     found = [(run.folder / "ranks" / f"env-{rank}").read_text() for rank in range(2)]
-    assert found == ["0 2 0 2 127.0.0.1", "1 2 1 2 127.0.0.1"]
+    assert found == ["0 2 0 2 127.0.0.1 7", "1 2 1 2 127.0.0.1 7"]
 
 
 def test_cores_are_shared_out_as_threads(launch: Callable[..., Run]) -> None:
@@ -152,22 +150,38 @@ def test_cores_are_shared_out_as_threads(launch: Callable[..., Run]) -> None:
     assert run.end()[:2] == (0, "1\n")
 
 
-def test_a_number_of_threads_that_the_user_chose_stays(launch: Callable[..., Run]) -> None:
-    run = launch(2, "print(os.environ['OMP_NUM_THREADS'])", OMP_NUM_THREADS="7")
-    assert run.end()[:2] == (0, "7\n")
-
-
-def test_a_rank_that_raises_ends_all_with_its_traceback(launch: Callable[..., Run]) -> None:
-    run = launch(3, "if world.rank == 1: raise RuntimeError('the reason')\nsleep()")
-    code, _, err = run.end()
-    assert code == 1
-    assert err.startswith("error: rank 1 of 3 failed:\nTraceback")
-    assert err.endswith("RuntimeError: the reason\n")
-
-
-def test_an_error_of_the_user_is_one_line_and_exit_code_2(launch: Callable[..., Run]) -> None:
-    run = launch(2, "raise UserError('--steps: found 0, expected 1 or more')")
-    assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        (
+            "if world.rank == 1: raise RuntimeError('the reason')\nsleep()",
+            1,
+            "error: rank 1 of 3 failed:\nTraceback .*\nRuntimeError: the reason\n",
+        ),
+        ("raise UserError('--steps: found 0')", 2, "error: --steps: found 0\n"),
+        (
+            "if world.rank == 1: os._exit(7)\nsleep()",
+            7,
+            "error: rank 1 of 3 ended with exit code 7\n",
+        ),
+        (
+            "if world.rank == 1:\n"
+            "    print('last words', flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+            "sleep()",
+            128 + signal.SIGKILL,
+            "last words\nerror: rank 1 of 3 was killed by SIGKILL "
+            r"\(the system may have run out of memory\)\n",
+        ),
+    ],
+    ids=["raises", "refuses", "leaves", "is killed"],
+)
+def test_a_rank_that_fails_ends_all_and_is_named_once(
+    launch: Callable[..., Run], body: str, code: int, told: str
+) -> None:
+    *ended, err = launch(3, body).end()
+    assert ended == [code, ""]
+    assert re.fullmatch(told, err, re.DOTALL), err
 
 
 def test_what_a_rank_reports_before_its_launcher_looks_is_read(launch: Callable[..., Run]) -> None:
@@ -175,24 +189,11 @@ def test_what_a_rank_reports_before_its_launcher_looks_is_read(launch: Callable[
     assert run.end() == (2, "", "error: --steps: found 0, expected 1 or more\n")
 
 
-def test_the_first_error_is_shown_not_a_secondary_one(launch: Callable[..., Run]) -> None:
-    # Rank 0 loses its peer, and says so before rank 1, which is the cause.
-    body = """
-    if world.rank == 0:
-        raise PeerLostError("Connection closed by peer")
-    wait_until_dead(0)
-    raise ValueError("the cause")
-    """
-    code, _, err = launch(2, body, settle=WAIT).end()
-    assert code == 1
-    assert "rank 1 of 2" in err
-    assert "the cause" in err
-    assert "closed by peer" not in err
-
-
+@pytest.mark.parametrize("settle", [WAIT, 0.0])
 def test_the_cause_is_waited_for_longer_than_what_follows_from_it(
-    launch: Callable[..., Run],
+    launch: Callable[..., Run], settle: float
 ) -> None:
+    # Rank 0 loses its peer, and says so before rank 1, which is the cause.
     body = """
     if world.rank == 0:
         raise PeerLostError("Connection closed by peer")
@@ -200,8 +201,8 @@ def test_the_cause_is_waited_for_longer_than_what_follows_from_it(
     time.sleep(0.3)
     raise ValueError("the cause")
     """
-    code, _, err = launch(2, body, settle=0.0).end()
-    assert code == 1
+    code, _, err = launch(2, body, settle).end()
+    assert (code, err.splitlines()[0]) == (1, "error: rank 1 of 2 failed:")
     assert "the cause" in err
     assert "closed by peer" not in err
 
@@ -230,33 +231,6 @@ def test_what_was_raised_from_a_lost_peer_is_secondary_too(launch: Callable[...,
     assert code == 128 + signal.SIGKILL
     assert "rank 1 of 2 was killed by SIGKILL" in err
     assert "checkpoint of step 4" not in err
-
-
-def test_of_two_errors_the_earlier_one_is_shown(launch: Callable[..., Run]) -> None:
-    body = "if world.rank == 0: wait_until_dead(1)\nraise ValueError()"
-    code, _, err = launch(2, body, settle=WAIT).end()
-    assert (code, err.splitlines()[0]) == (1, "error: rank 1 of 2 failed:")
-
-
-def test_a_rank_that_is_killed_is_named(launch: Callable[..., Run]) -> None:
-    body = """
-    if world.rank == 1:
-        print("last words", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    sleep()
-    """
-    code, out, err = launch(2, body).end()
-    assert code == 128 + signal.SIGKILL
-    assert out == ""
-    assert err == (
-        "last words\n"
-        "error: rank 1 of 2 was killed by SIGKILL (the system may have run out of memory)\n"
-    )
-
-
-def test_a_rank_that_leaves_by_itself_is_named(launch: Callable[..., Run]) -> None:
-    code, _, err = launch(2, "if world.rank == 1: os._exit(7)\nsleep()").end()
-    assert (code, err) == (7, "error: rank 1 of 2 ended with exit code 7\n")
 
 
 def test_others_are_stopped_at_once_even_if_they_ignore_signals(

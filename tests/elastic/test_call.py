@@ -272,6 +272,7 @@ def test_an_interrupt_while_the_agent_imports_shows_no_traceback(tmp_path: Path)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
 
 
+@forked
 def test_a_notebook_sees_what_rank_0_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel has streams of its own, and calls launch in a thread if it likes."""
     out, err = io.StringIO(), io.StringIO()

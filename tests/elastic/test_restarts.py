@@ -14,7 +14,6 @@ from shardwise.base.errors import PeerLostError
 from shardwise.base.errors import UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import find_world, job_id
-from shardwise.app.recipes.text.documents import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
 
@@ -30,6 +29,7 @@ def body(world, signals):
         if how == "mistake":
             raise UserError("--steps: found 0")
         if how == "hub":
+            from shardwise.app.recipes.text.documents import ConnectionLostError
             raise ConnectionLostError("--data: no hub")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -38,7 +38,9 @@ run_rank(find_world(), body)
 
 PARENT = """
 import sys
+from shardwise.elastic import agent
 from shardwise.elastic.restarts import run_job
+agent.SETTLE = 0.1
 script, how = sys.argv[1:]
 sys.exit(run_job(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
 """

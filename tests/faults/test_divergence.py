@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
+from shardwise.transport import peers
 from tests.harness import run_ranks
 from tests.sharding.nets import batches, loss_of, seeded
 from tests.worlds import on_processes
@@ -124,10 +125,11 @@ def test_unused_parameters_count_as_zeros_where_asked_for() -> None:
 
 @on_processes(2)
 def test_a_rank_that_is_only_late_is_waited_for(rank: int, world_size: int) -> None:
+    peers._COMPARE_SECONDS = 0.1
     model = _sharded()
     x = batches(world_size)[rank]
     if rank == 1:
-        time.sleep(5)  # longer than until ranks compare
+        time.sleep(1.0)
     model(x).sum().backward()
 
 

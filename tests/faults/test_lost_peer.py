@@ -46,8 +46,7 @@ def _loses_a_peer(rank: int, world_size: int, moment: str) -> str:
     raise AssertionError("the loss of a peer went unnoticed")
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "moment"), [(2, "forward"), (3, "backward")])
 def test_survivors_name_the_group_and_the_peer(world_size: int, moment: str) -> None:
     # Nobody waits for the timeout: that would be too late for the test.
     outcomes = run_ranks(_loses_a_peer, world_size, moment, pg_timeout=600, expect_failures=True)

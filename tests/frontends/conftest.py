@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, both on this host."""
+    """Two ranks on each host."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

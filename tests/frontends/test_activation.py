@@ -130,11 +130,3 @@ def test_attention_that_draws_random_numbers_draws_them_again() -> None:
     ]
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     assert kept == [keep, keep, again, again]
-
-
-def test_running_statistics_count_a_batch_once_beside_other_contexts() -> None:
-    norm = nn.BatchNorm1d(4)
-    block = checkpoint_module(nn.Sequential(nn.Linear(4, 4), norm), context_fn=keep_products)
-    block(torch.randn(6, 4)).sum().backward()
-    assert norm.num_batches_tracked == 1
-    assert norm.momentum == 0.1

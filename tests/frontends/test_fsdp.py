@@ -112,13 +112,15 @@ def _hybrid(rank: int, world_size: int) -> list[tuple[int, ...]]:
     return meshes
 
 
-def test_hybrid_sharding_over_hosts_groups_and_meshes(ranks: Ranks) -> None:
-    found = ranks(_hybrid, 4, env={"LOCAL_WORLD_SIZE": "2"})
+@pytest.mark.usefixtures("one_host")
+def test_hybrid_sharding_over_hosts_groups_and_meshes(threads: Ranks) -> None:
+    assert threads(_hybrid, 4) == [[(2, 2), (2, 2), (2, 2), (4, 1)]] * 4
 
-    assert found == [[(2, 2), (2, 2), (2, 2), (4, 1)]] * 4
 
-
-def _what_does_not_fit(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_does_not_fit_is_said_in_full(
+    rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two = init_device_mesh("cpu", (1, 2))
     one = init_device_mesh("cpu", (2,))
     world = dist.group.WORLD
@@ -149,16 +151,13 @@ def _what_does_not_fit(rank: int, world_size: int) -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="found the Linear that is to be wrapped"):
         FullyShardedDataParallel(layer, ignored_modules=[layer])
-
-
-def _hosts_that_do_not_fit(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match="expected modules or parameters, found str"):
+        FullyShardedDataParallel(layer, ignored_states=iter(["weight"]))
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: found no such environment variable"):
+        wrapped(sharding_strategy=hybrid)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: found '3', expected a divisor"):
-        wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-def test_what_does_not_fit_is_said_in_full(ranks: Ranks) -> None:
-    ranks(_what_does_not_fit, 2)
-    ranks(_hosts_that_do_not_fit, 2, env={"LOCAL_WORLD_SIZE": "3"})
+        wrapped(sharding_strategy=hybrid)
 
 
 @on_threads(1)
@@ -283,5 +282,10 @@ def test_what_is_ignored_stays_as_it_is(rank: int, world_size: int) -> None:
         alone = seeded(Net)
         loss_of(alone, batches(world_size)[rank]).backward()
         assert torch.equal(model.head.weight.grad, alone.head.weight.grad), "not reduced"
+    net = seeded(Net)
+    model = wrapped(net, ignored_modules=[net.blocks[0]])
+    wrapping = [isinstance(block, FullyShardedDataParallel) for block in net.blocks]
+    assert wrapping == [False, True, True]
+    assert not isinstance(net.blocks[0].up.weight, DTensor), "nor is what is inside of it"
     with pytest.raises(ValueError, match="expected modules that are not wrapped yet"):
         FullyShardedDataParallel(nn.Sequential(model), ignored_modules=[model])

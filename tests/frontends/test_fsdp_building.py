@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import (
-    CPUOffload,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
-    StateDictType,
     checkpoint_module,
 )
+from shardwise.frontends.unit import keep_in_full_precision
 from shardwise.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.corpus.gathering import in_full
 from tests.frontends.training import assert_bits, train, trained_twin, wrapped
-from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-from tests.worlds import on_threads
+from tests.sharding.nets import Block, Net, batches, loss_of, seeded
+from tests.worlds import on_processes, on_threads
 
 
 class Tied(nn.Module):
@@ -106,7 +103,8 @@ class Oddities(nn.Module):
         self.register_buffer("flag", torch.tensor(rank == 0))
 
 
-def _states_of_oddities(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_states_in_any_memory_order_and_dtype_are_rank_0s(rank: int, world_size: int) -> None:
     model = Oddities(rank)
     FullyShardedDataParallel(model, sync_module_states=True)
     for name, expected in Oddities(0).state_dict().items():
@@ -116,10 +114,6 @@ def _states_of_oddities(rank: int, world_size: int) -> None:
     beside = model.column._base
     assert beside is not None
     assert beside[:, 0].tolist() == (torch.arange(0.0, 24, 4) + 100 * rank).tolist()
-
-
-def test_states_in_any_memory_order_and_dtype_are_rank_0s(ranks: Callable[..., Any]) -> None:
-    ranks(_states_of_oddities, 2)
 
 
 @on_threads(2)
@@ -183,9 +177,10 @@ def test_units_wrapped_by_hand_and_with_arguments_of_their_own(rank: int, world_
     train(model, rank, world_size)
     assert_bits(model, expected)
 
-    head = {"reshard_after_forward": False}
+    # A process group takes the place of the outer mesh.
+    head = {"reshard_after_forward": False, "process_group": dist.group.WORLD}
     policy = CustomPolicy(lambda m: head if isinstance(m, nn.Linear) else isinstance(m, Block))
-    model = wrapped(auto_wrap_policy=policy)
+    model = wrapped(auto_wrap_policy=policy, device_mesh=init_device_mesh("cpu", (world_size,)))
     assert model.head.settings.reshard_after_forward is False
     assert model.blocks[0].settings.reshard_after_forward is None
     train(model, rank, world_size)
@@ -248,6 +243,16 @@ def test_mixed_precision_says_what_is_computed_in_which_dtype(rank: int, world_s
     _gradients_stay_low_where_asked_for(rank, world_size)
 
 
+def test_a_module_in_full_precision_casts_inputs_and_outputs() -> None:
+    layer = nn.Linear(2, 2)
+    keep_in_full_precision(layer)
+    seen = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
+    assert layer(torch.ones(1, 2, dtype=torch.float16)).dtype == torch.float16
+    assert layer(torch.ones(1, 2)).dtype == torch.float32
+    assert seen == [torch.float32, torch.float32]
+
+
 class Watching(nn.Module):
     def __init__(self, seen: list[torch.dtype]) -> None:
         super().__init__()
@@ -291,33 +296,6 @@ def _gradients_stay_low_where_asked_for(rank: int, world_size: int) -> None:
             model(batches(world_size, step)[rank]).float().square().mean().backward()
         assert {param.grad.dtype for param in model.parameters()} == {expected}
         assert {param.dtype for param in model.parameters()} == {torch.float32}
-
-
-# -- what torch's own cannot do on a CPU -----------------------------------------------------------
-
-
-@on_threads(2)
-def test_everything_that_works_on_a_gpu_works_on_a_cpu(rank: int, world_size: int) -> None:
-    """Together: rank 0's values, offloading, and a hybrid mesh that only replicates."""
-    mesh = init_device_mesh("cpu", (world_size, 1))
-    model = wrapped(
-        seeded(Net, seed=rank),
-        sync_module_states=True,
-        cpu_offload=CPUOffload(offload_params=True),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=mesh,
-    )
-    loss_of(model, batches(world_size)[rank]).backward()
-    expected = seeded(Net)
-    average_backward(expected, batches(world_size))
-    for name, param in model.named_parameters():
-        wanted = expected.get_parameter(name).grad
-        assert torch.equal(in_full(param.grad), wanted), f"{name} is the average over all replicas"
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        state = model.state_dict()
-    assert bool(state) == (rank == 0)
-    dist.barrier()
 
 
 def test_batch_norms_in_checkpointed_modules_count_once_what_they_see_twice() -> None:

@@ -106,7 +106,8 @@ def _through(rank: int, world_size: int, name: str, shapes: Sequence[Shape]) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_layout_becomes_any_other(threads: Ranks, name: str) -> None:
-    for found in threads(_through, 4, name, SHAPES):
+    shapes = SHAPES if name == NAMES[0] else SHAPES[::2]  # random chains have the others
+    for found in threads(_through, 4, name, shapes):
         assert not found, "\n".join(found)
 
 

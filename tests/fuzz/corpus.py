@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from shardwise import checkpoint
 from shardwise.base.boxes import full_box
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
@@ -25,7 +26,7 @@ from shardwise.checkpoint.formats.native import ShardwiseSource
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.formats.torchfile import TorchSource
 from shardwise.checkpoint.ranks.xla import load_rank_checkpoint, rank_file, save_rank_checkpoint
-from tests.checkpoint.small import SHARD, save_small
+from tests.checkpoint.small import SHARD, make, save_small
 from tests.fuzz import mutations as m
 
 #: What a checkpoint holds: dtypes, shapes and values, by name.
@@ -79,6 +80,13 @@ def _state() -> dict[str, torch.Tensor]:
 def _read_ours(folder: Path) -> Content:
     with ShardwiseSource(folder) as source:
         return _content(source)
+
+
+def _load_ours(folder: Path) -> Content:
+    """What a model and an optimizer have after loading."""
+    model, optimizer = make(steps=0)
+    extra = checkpoint.load(folder, model, optimizer)
+    return {"model": repr(model.state_dict()), "optimizer": repr(optimizer.state_dict()), **extra}
 
 
 def _is_sealed(name: str, data: bytes) -> bool:
@@ -218,6 +226,7 @@ READERS: Mapping[str, Reader] = {
         {"manifest.json": (_edit_manifest, _edit_manifest), SHARD: (m.safetensors_header,)},
         _is_sealed,
     ),
+    "loaded": Reader(_save_ours, _load_ours, {"manifest.json": (_edit_manifest,) * 12}, _is_sealed),
     "safetensors": Reader(
         _make_safetensors, _read_safetensors, {"model.safetensors": (m.safetensors_header,) * 3}
     ),

@@ -96,8 +96,8 @@ class Execution:
 
     def _step_in_backward(self, param: nn.Parameter) -> None:
         if self.runtime.average_now(param):
-            with torch.no_grad():
-                param.add_(param.grad, alpha=-_LR)
+            with torch.no_grad():  # several steps with parts of a gradient are not one with all
+                param.add_(torch.tanh(param.grad), alpha=-_LR)
             param.grad = None
 
     def _look(self) -> None:
@@ -281,6 +281,8 @@ class Execution:
                     target.mul_(0.5).add_(source, alpha=0.5)
 
     def _read(self, action: p.Read) -> None:
+        if action.rank is not None and action.rank % self.program.world != self.rank:
+            return
         label = f"{self._at} read"
         if action.form == "state_dict":
             for name, value in self.models[self._model].state_dict().items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ class Group:
 
     def _clear(self) -> None:
         self._is_whole = self._is_left = self._is_kept = self._is_for_forward = False
-        self._forward = 0
+        self._forward = self._first_node = 0
         self._phase = Phase.NOT_REACHED
         self._to_run: set[nn.Module] = set()
         self._values: dict[_Place, torch.Tensor] = {}
@@ -158,6 +158,7 @@ class Group:
         begins = not self._to_run
         if begins:
             self._to_run = set(self.modules)
+            self._first_node = 0
         if self._forward != self.gathers.forward:
             self._forward = self.gathers.forward
             if not self._is_for_forward:
@@ -216,7 +217,8 @@ class Group:
     def mark_input(self, value: Any) -> Any:
         """Have a tensor that forward is given tell when backward has come to it."""
         if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-            return _EndOfBackward.apply(self, value)  # type: ignore[no-untyped-call]
+            value = _EndOfBackward.apply(self, value)  # type: ignore[no-untyped-call]
+            self._first_node = value.grad_fn._sequence_nr()
         return value
 
     def _mark(self, output: Any) -> None:
@@ -224,17 +226,11 @@ class Group:
         for tensor in unwrap(output):
             if tensor is None or not tensor.requires_grad:
                 continue
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(functools.partial(self._begin_at_base, begin))
+            # What is written to in place loses its own hook. What it is a view of may be an input.
+            base = None if tensor._base is None else tensor._base.grad_fn
+            if base is not None and base._sequence_nr() > self._first_node:
+                base.register_prehook(lambda grads: begin(grads[0]))
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-
-    def _begin_at_base(
-        self, begin: Callable[[torch.Tensor], None], grads: tuple[torch.Tensor, ...]
-    ) -> None:
-        """What was written to in place has lost its own hook."""
-        if self._phase is Phase.NOT_REACHED:
-            begin(grads[0])
 
     def _begin(self, then: dict[_Place, torch.Tensor], grad: torch.Tensor) -> None:
         """The backward of a forward begins that computed with the values of ``then``."""

@@ -90,10 +90,14 @@ class Ema(_Printed):
 
 @dataclass(frozen=True, repr=False)
 class Read(_Printed):
-    """Look at the parameters: ``rows`` of this rank, ``full`` tensors, or a ``state_dict``."""
+    """Look at the parameters: ``rows`` of this rank, ``full`` tensors, or a ``state_dict``.
+
+    With a rank, only that one looks.
+    """
 
     block: int = 0
     form: str = "rows"
+    rank: int | None = None
 
     FORMS = ("rows", "full", "state_dict")
 

@@ -287,7 +287,9 @@ class Sharded:
         self._resets = resets
 
     def shard(self, model: FuzzModel, program: Program) -> None:
-        options: dict[str, Any] = {"mesh": _mesh(program.mesh, program.world)}
+        options: dict[str, Any] = {
+            "mesh": _mesh(program.mesh, program.world, dist.group.WORLD),
+        }
         if program.precision:
             reduce_dtype = torch.float32 if program.precision == "bf16-fp32" else None
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
@@ -381,7 +383,8 @@ def groups_of(model: FuzzModel, program: Program) -> list[tuple[list[nn.Module],
 
 
 @functools.cache
-def _mesh(kind: str, world: int) -> DeviceMesh:
+def _mesh(kind: str, world: int, group: dist.ProcessGroup | None) -> DeviceMesh:
+    """Make a mesh over all ranks of ``group``: ranks that are threads have one each."""
     where = device().type
     if kind == "hybrid":
         names = ("dp_replicate", "dp_shard")

@@ -22,6 +22,14 @@ from tests.programs import Program
 #: What trains in a folder, under a name; by name.
 Jobs = Mapping[str, Callable[[Path, str], "Ended"]]
 WAIT = 200.0  # seconds that anything may take on a busy machine
+#: A program: the command itself, except for the time that it waits for more hosts.
+IMPATIENT = """
+from shardwise.app.cli.main import app
+from shardwise.elastic import membership
+
+membership.LAST_CALL = 0.2
+app()
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Job:
         """Start the command on one more host."""
         at = len(self.commands)
         words = self._arguments.replace("RANK", rank).split()
-        with self._file(at, "out").open("w") as out, self._file(at, "err").open("w") as err:
+        with self.file(at, "out").open("w") as out, self.file(at, "err").open("w") as err:
             started = start(
                 host, self._module, *words, env=self._env, folder=self._folder, out=out, err=err
             )
@@ -91,7 +99,7 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step is completed."""
-        self._wait_until(lambda: self.steps() >= step, f"step {step}")
+        self.wait_until(lambda: self.steps() >= step, f"step {step}")
 
     def steps(self) -> int:
         """Return the steps that are completed."""
@@ -111,7 +119,7 @@ class Job:
         self.wait_for_step(step)
         began = time.monotonic()
         undo = fault(self)
-        self._wait_until(lambda: "continuing" in self._told(witness), "continuing")
+        self.wait_until(lambda: "continuing" in self.told(witness), "continuing")
         named = time.monotonic() - began
         undo()
         return self.end(began, named)
@@ -127,10 +135,10 @@ class Job:
         closed = time.monotonic() - began
         codes = [command.wait(timeout=WAIT) for command in self.commands]
         left = left_on(*self.hosts)
-        told = [self._told(rank) for rank in range(len(self.commands))]
-        return Ended(codes, self._file(0, "out").read_text(), told, left, named, closed)
+        told = [self.told(rank) for rank in range(len(self.commands))]
+        return Ended(codes, self.file(0, "out").read_text(), told, left, named, closed)
 
-    def _wait_until(self, happens: Callable[[], bool], what: str) -> None:
+    def wait_until(self, happens: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, which must be before all commands end."""
         deadline = time.monotonic() + WAIT
         while not happens():
@@ -143,17 +151,19 @@ class Job:
     def _account(self) -> str:
         """Return how the commands ended, and what they have said, for people."""
         codes = [command.poll() for command in self.commands]
-        told = [self._told(rank) for rank in range(len(self.commands))]
-        return f"exit codes: {codes}; told: {told}; said: {self._file(0, 'out').read_text()}"
+        told = [self.told(rank) for rank in range(len(self.commands))]
+        return f"exit codes: {codes}; told: {told}; said: {self.file(0, 'out').read_text()}"
 
     def wait_until_told(self, rank: int, words: str) -> None:
         """Wait until a command has written words to standard error."""
-        self._wait_until(lambda: words in self._told(rank), words)
+        self.wait_until(lambda: words in self.told(rank), words)
 
-    def _told(self, rank: int) -> str:
-        return self._file(rank, "err").read_text()
+    def told(self, rank: int) -> str:
+        """Return what a command has written to standard error."""
+        return self.file(rank, "err").read_text()
 
-    def _file(self, rank: int, suffix: str) -> Path:
+    def file(self, rank: int, suffix: str) -> Path:
+        """Return the file that a command writes to: ``out`` or ``err``."""
         return self._folder / f"{self._name}-{rank}.{suffix}"
 
 

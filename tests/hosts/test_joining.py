@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 
 from benchmarks._hosts import Host, two_hosts
 from shardwise.runs.metrics_file import read_metrics
-from tests.hosts.network import needs_hosts, start
+from tests.hosts.jobs import IMPATIENT, WAIT, Job, kill_host
+from tests.hosts.network import needs_hosts
 from tests.programs import Program
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, write_model
@@ -22,17 +22,7 @@ from tests.recipes.small import losses, small_config, write_model
 pytestmark = needs_hosts
 
 Pair = tuple[Host, Host]
-WAIT = 120.0  # seconds that anything may take on a busy machine
 PORT = 29413
-
-# The command itself, except for the time that it waits for more hosts.
-TRAIN = """
-from shardwise.app.cli.main import app
-from shardwise.elastic import membership
-
-membership.LAST_CALL = 0.2
-app()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +31,7 @@ def hosts() -> Iterator[Pair]:
         yield pair
 
 
-def wait_for(condition: Callable[[], object], job: Program) -> None:
-    """Wait until a condition holds, which must be before host 0 ends."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "this never happened"
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.02)
-
-
-def kill(command: Program) -> None:
-    """Kill a launcher and its ranks, as when a host is lost."""
-    parent = psutil.Process(command.pid)
-    for process in [parent, *parent.children(recursive=True)]:  # it might report its ranks
-        process.kill()
-    command.communicate()
-
-
-class Training:
+class Training(Job):
     """A training on host 0, which others may join.
 
     Args:
@@ -71,32 +44,25 @@ class Training:
     def __init__(self, hosts: Pair, folder: Path, port: int, options: str) -> None:
         write_model(folder, attention_dropout=0.0)
         write_jsonl(folder / "corpus.jsonl", texts(300))
-        (folder / "training.py").write_text(TRAIN)
-        self._hosts, self._folder = hosts, folder
-        self._options = (
+        (folder / "training.py").write_text(IMPATIENT)
+        self.config = small_config(folder, "job")
+        arguments = (
             "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
             "--batch-size 2 --lr 0.01 --warmup 2 --eval-every 0 --device cpu --sample-tokens 0 "
-            f"--nproc 1 --out job --max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{port} {options}"
-        ).split()
-        self._env = {"PYTHONPATH": str(folder)}
-        self.config = small_config(folder, "job")
-        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-            self.first = self._start(0, "--node-rank", "0", out=out, err=err)
+            f"--nproc 1 --out job --max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{port} {options} "
+        )
+        env = {"PYTHONPATH": str(folder)}
+        super().__init__(hosts[:1], folder, "job", "training", f"{arguments} RANK", env)
+        self.hosts = hosts
 
-    def _start(self, at: int, *more: str, **files: Any) -> Program:
-        words = [*self._options, *more]
-        where = self._hosts[at]
-        return start(where, "training", *words, folder=self._folder, env=self._env, **files)
+    def start(self, host: Host, rank: str) -> None:
+        """Start the command on one more host; only host 0 says which one it is."""
+        super().start(host, "--node-rank 0" if rank == "0" else "")
 
     def come(self) -> Program:
         """Start the command on host 1."""
-        return self._start(1)
-
-    @property
-    def steps(self) -> int:
-        """How many have been made."""
-        metrics = self.config.files.metrics
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        self.start(self.hosts[1], "none")
+        return self.commands[1]
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
@@ -106,24 +72,18 @@ class Training:
 
     def wait_for_session(self, count: int, steps: int) -> None:
         """Wait until this is the n-th session, and has completed so many steps."""
-        wait_for(lambda: self.steps and len(self.sessions) == count, self.first)
-        wait_for(lambda: self.steps >= self.sessions[-1]["from_step"] + steps, self.first)
-
-    @property
-    def told(self) -> str:
-        """What host 0 has told so far."""
-        return (self._folder / "err").read_text()
+        self.wait_until(lambda: self.steps() > 0 and len(self.sessions) == count, f"world {count}")
+        self.wait_for_step(self.sessions[-1]["from_step"] + steps)
 
     @property
     def said(self) -> str:
         """What host 0 has shown so far."""
-        return (self._folder / "out").read_text()
+        return self.file(0, "out").read_text()
 
     def stop(self) -> None:
         """Stop the job by Ctrl-C on host 0."""
-        self.first.send_signal(signal.SIGINT)
-        self.first.wait(timeout=WAIT)
-        assert self.first.returncode == 128 + signal.SIGINT, self.told
+        self.commands[0].send_signal(signal.SIGINT)
+        assert self.commands[0].wait(timeout=WAIT) == 128 + signal.SIGINT, self.told(0)
 
     def assert_goes_on_at(self, *steps: int) -> None:
         """No step is missing or made twice, and the loss goes on from where it was at these."""
@@ -141,14 +101,14 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     job = Training(hosts, tmp_path, PORT, options)
     job.wait_for_session(1, 22)
     alone = read_metrics(job.config.files.metrics)[:22]
-    second = job.come()
+    job.come()
     job.wait_for_session(2, 30)
-    kill(second)
+    kill_host(job)
     # More steps than between checkpoints: those that are repeated do not count.
     job.wait_for_session(3, 50)
     job.stop()
-    assert "host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts" in job.told
-    assert "host 1 (10.77.0.2) was lost" in job.told
+    assert "host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts" in job.told(0)
+    assert "host 1 (10.77.0.2) was lost" in job.told(0)
     assert [(s["world_size"], s["hosts"]) for s in job.sessions] == [(1, 1), (2, 2), (1, 1)]
     joined, left = job.sessions[1]["from_step"], job.sessions[2]["from_step"]
     # What was saved is neither lost nor trained again; what was not saved is trained again.
@@ -162,14 +122,16 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
 def test_ranks_stay_when_a_host_joins_and_when_it_leaves(hosts: Pair, tmp_path: Path) -> None:
     job = Training(hosts, tmp_path, PORT + 1, "--checkpoint-every 0")
     job.wait_for_session(1, 22)
-    [rank] = psutil.Process(job.first.pid).children()
+    [rank] = psutil.Process(job.commands[0].pid).children()
     second = job.come()
     job.wait_for_session(2, 22)
     assert rank.is_running()
     assert not job.config.files.checkpoints.exists(), "nothing was saved"
     second.send_signal(signal.SIGTERM)
-    second.wait(timeout=WAIT)
+    assert second.wait(timeout=WAIT) == 128 + signal.SIGTERM
     job.wait_for_session(3, 22)
+    assert "hosts      host 1 (10.77.0.2) left; continuing with 1 host\n" in job.told(0)
+    assert "hosts      this host leaves; the job continues without it\n" in job.told(1)
     assert rank.is_running()
     assert f"checkpoint step={job.sessions[2]['from_step']} " in job.said, "those that leave save"
     job.stop()
@@ -190,9 +152,9 @@ def test_what_ranks_hold_in_memory_is_saved_when_a_signal_stops_them_meanwhile(
     job = Training(hosts, tmp_path, PORT + 2, "--checkpoint-every 0")
     job.wait_for_session(1, 5)
     second = job.come()
-    wait_for(lambda: moment in job.told, job.first)
+    job.wait_until_told(0, moment)
     job.stop()
     second.wait(timeout=WAIT)
     [saved] = job.config.files.checkpoints.iterdir()
-    assert saved.name == f"step-{job.steps:08}"
-    assert job.steps > job.sessions[-1]["from_step"]
+    assert saved.name == f"step-{job.steps():08}"
+    assert job.steps() > job.sessions[-1]["from_step"]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._hosts import switched_hosts
 from tests.hosts.network import needs_hosts
 from tests.hosts.scripted import WHERE, Job
 
@@ -41,15 +40,6 @@ def paused(folder: Path) -> Ended:
         return job.ended()
 
 
-def paused_with_one_other(folder: Path) -> Ended:
-    """Suspend host 0 of two, and wake it once the other has ended."""
-    with Job.over(2, folder, "2", ends=[1], silence=SILENCE) as job:
-        job.commands[0].signal_all(signal.SIGSTOP)
-        job.commands[1].end()
-        job.commands[0].signal_all(signal.SIGCONT)
-        return job.ended()
-
-
 def cut_off(folder: Path) -> Ended:
     """Cut the link of host 0."""
     with Job.over(3, folder, "3", ends=[1], silence=SILENCE) as job:
@@ -71,32 +61,12 @@ def stopped(folder: Path) -> Ended:
         return job.ended()
 
 
-def joined(folder: Path) -> Ended:
-    """Let a host join, kill it, and let it come back and leave; then stop host 0."""
-    with switched_hosts(2) as hosts:
-        job = Job(hosts, folder, "1:2")
-        first = job.start(0, 0)
-        job.wait_for(0, 1)
-        second = job.start(1)
-        job.wait_for(1, 2)
-        second.kill()
-        job.wait_for(2, 1)
-        again = job.start(1)
-        job.wait_for(3, 2)
-        again.program.send_signal(signal.SIGTERM)
-        job.wait_for(4, 1)
-        first.program.send_signal(signal.SIGTERM)
-        return job.ended()
-
-
 JOBS = (
     killed,
     paused,
-    paused_with_one_other,
     cut_off,
     cut_off_from_one_other,
     stopped,
-    joined,
 )
 
 Jobs = Mapping[Callable[[Path], Ended], Future[Ended]]
@@ -149,14 +119,6 @@ def test_a_host_0_that_wakes_finds_a_majority_gone_and_ends(jobs: Jobs) -> None:
     assert_outnumbered(zero)
 
 
-def test_a_host_0_that_wakes_continues_if_the_only_other_one_has_ended(jobs: Jobs) -> None:
-    zero, other = jobs[paused_with_one_other].result()
-    assert_ends(other, SILENT)
-    assert zero[0] == 0
-    assert "host 1 (10.77.0.2) was lost: " in zero[1]
-    assert "; continuing with 1 host" in zero[1]
-
-
 def test_a_majority_continues_without_a_host_0_that_is_cut_off(jobs: Jobs) -> None:
     zero, *others = jobs[cut_off].result()
     assert_continue(others, f"host 0 (10.77.0.1) was lost: {SILENT}; continuing with 2 hosts")
@@ -174,28 +136,3 @@ def test_ctrl_c_on_one_host_stops_all_and_is_no_reason_to_begin_again(jobs: Jobs
     assert (zero[0], other[0]) == (128 + signal.SIGTERM, 128 + signal.SIGINT)
     for _, told in (zero, other):
         assert told == "Stopped in round 0.\n"
-
-
-def test_a_host_joins_is_lost_comes_back_and_leaves(jobs: Jobs) -> None:
-    zero, _, again = jobs[joined].result()
-    joins = [
-        "hosts      host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts",
-        "hosts      continuing with 2 hosts",
-        "hosts      2 hosts; rank 0 of 2 here",
-    ]
-    lost = f"host 1 (10.77.0.2) was lost: {CLOSED}; continuing with 1 host"
-    alone = "hosts      1 host; rank 0 of 1 here"
-    left = "hosts      host 1 (10.77.0.2) left; continuing with 1 host"
-    assert zero[0] == 128 + signal.SIGTERM
-    assert zero[1].splitlines() == [
-        *(alone, *joins, f"restart    {lost}"),
-        *(alone, *joins, left),
-        *(alone, "Stopped in round 4."),
-    ]
-    # It may be among the others before it has seen that they save first.
-    first_line = "hosts      the other hosts finish a step, and continue with this host"
-    assert again[0] == 128 + signal.SIGTERM
-    assert [line for line in again[1].splitlines() if line != first_line] == [
-        "hosts      2 hosts; rank 1 of 2 here",
-        "hosts      this host leaves; the job continues without it",
-    ]

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks._hosts import switched_hosts, two_hosts
 from tests.harness import run_ranks
-from tests.hosts.jobs import WAIT, Ended, Job, kill_host_0, started
+from tests.hosts.jobs import IMPATIENT, WAIT, Ended, Job, kill_host_0, started
 from tests.hosts.network import needs_hosts, start
 from tests.hosts.test_trainings import (
     EVERY,
@@ -43,16 +43,6 @@ TOKEN = {"SHARDWISE_RDZV_TOKEN": "a token that strangers do not have"}
 OPTIONS = f"{LM} --steps {STEPS} --nproc 1 {OVER_HOSTS}".replace(
     "--batch-tokens 128", "--batch-tokens 192 --streams 12"
 )
-
-# The command itself, except for the time that it waits for more hosts.
-TRAINING = """
-from shardwise.app.cli.main import app
-from shardwise.elastic import membership
-
-membership.LAST_CALL = 0.2
-app()
-"""
-
 
 # What every process of some jobs runs first: training waits as long as a file is there, after some
 # steps, so that what the test does comes before its end on a busy machine, too.
@@ -142,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainings")
     write_model(folder, attention_dropout=0.0)
     write_jsonl(folder / "corpus.jsonl", texts(300))
-    (folder / "training.py").write_text(TRAINING)
+    (folder / "training.py").write_text(IMPATIENT)
     (folder / "sitecustomize.py").write_text(HOLDING)
     return folder
 

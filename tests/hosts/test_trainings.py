@@ -2,8 +2,8 @@
 
 Starting means importing torch, which takes processors; noticing that a host is silent takes only
 time. So all jobs run at once, each over two hosts of its own, and the tests look at their results.
-What hosts tell each other is tested without torch in ``test_launch.py`` and
-``test_losing_host_0.py``; trainings with more of these faults are in the long run.
+What hosts tell each other is tested without torch in ``test_rules.py``; trainings with more of
+these faults are in the long run.
 """
 
 from __future__ import annotations

@@ -37,8 +37,16 @@ def _sharded(rank: int, world_size: int, mesh: str, make: Callable[[], nn.Module
     return shardwise.inspect(model, name=make.__name__, mesh=real).to_json()
 
 
-@pytest.mark.parametrize("make", [Net, Wide])
-@pytest.mark.parametrize("mesh", ["dp=4", "dp=3", "dp_replicate=2,dp_shard=2", "dp=2,tp=2"])
+@pytest.mark.parametrize(
+    ("mesh", "make"),
+    [
+        ("dp=4", Net),
+        ("dp=3", Wide),
+        ("dp_replicate=2,dp_shard=2", Net),
+        ("dp=2,tp=2", Net),
+        ("dp=2,tp=2", Wide),
+    ],
+)
 def test_a_plan_is_what_ranks_report(
     threads: Threads, mesh: str, make: Callable[[], nn.Module]
 ) -> None:

@@ -38,6 +38,24 @@ class Net(nn.Module):
             nn.init.normal_(param, generator=_generator(name, 0))
 
 
+class OneByOne(torch.optim.Optimizer):
+    """Updates one parameter after the other; ``settings`` are those of its groups."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group)
+
+    def update(self, param: Any, grad: torch.Tensor, state: dict[str, Any], group: Any) -> None:
+        """Update a parameter and its state."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
 class Mesh:
     """How the net lies over ranks.

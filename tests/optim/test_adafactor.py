@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,17 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise._torch import dtensor
-from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.optim import Adafactor
-from shardwise.optim import adafactor as module
-from shardwise.transport.peers import Peers
-from tests.harness import run_ranks
-from tests.optim.nets import (
-    Mesh,
-    Net,
-    set_gradients,
-)
+from tests.optim.nets import Mesh, Net, set_gradients
 from tests.optim.references import AdafactorReference, assert_same, make_adafactor
 from tests.worlds import Ranks, on_threads
 
@@ -42,18 +31,6 @@ def test_parameters_in_bfloat16_are_rounded_from_fp32(rank: int, world_size: int
     assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("at_once", [1, 10, 100])
-def test_pieces_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
-    net, reference = Net(), AdafactorReference()
-    adafactor = make_adafactor(net)
-    for step in range(1, STEPS + 1):
-        set_gradients(net, step)
-        adafactor.step()
-        reference.step(step)
-    assert_same(net, reference, f"{at_once} elements at once")
-
-
 def test_memory_that_is_no_stack_of_matrices_is_updated_too() -> None:
     weights = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0))
     plain = nn.Parameter(weights.clone())
@@ -67,76 +44,6 @@ def test_memory_that_is_no_stack_of_matrices_is_updated_too() -> None:
         optimizer.step()
     torch.testing.assert_close(last.detach(), plain.detach())
     assert not torch.equal(plain, weights)
-
-
-# -- gradients that are missing, and ranks that fail -----------------------------------------------
-
-
-def _cannot_step(rank: int, world_size: int, what: str) -> str:
-    net = Mesh({"dp": world_size}).build()
-    adafactor = make_adafactor(net)
-    set_gradients(net, 1)
-    adafactor.step()
-    before = copy.deepcopy([dtensor.plain(param) for param in net.parameters()])
-    expected: type[Exception] = RanksDivergedError
-    state = adafactor.state[net.up.weight]
-    kept = state["row_var"]
-    if what == "gradient":
-        set_gradients(net, 2, lambda name: rank != 1 or name != "down.weight")
-    elif rank == 1:
-        state["row_var"], expected = torch.zeros(1), ValueError
-    with pytest.raises(expected) as caught:
-        adafactor.step()
-    state["row_var"] = kept
-    assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
-    assert all(own["step"] == 1 for own in adafactor.state.values())
-    set_gradients(net, 3)
-    adafactor.step()  # and training can go on
-    return str(caught.value)
-
-
-def test_gradients_of_some_ranks_only_are_an_error_on_all(threads: Ranks) -> None:
-    first, second = threads(_cannot_step, 2, "gradient")
-    assert "down.weight on rank 0 only, none on rank 1 only" in first
-    assert "none on rank 1 only, down.weight on rank 0 only" in second
-
-
-def test_what_one_rank_cannot_use_stops_all_of_them(threads: Ranks) -> None:
-    first, second = threads(_cannot_step, 2, "state")
-    assert "up.weight: row_var: found torch.float32 of shape [1], expected torch.float32" in second
-    assert "rank 1 raised an error before it" in first
-
-
-def _fails_in_the_middle(rank: int, world_size: int) -> str:
-    """Rank 1 runs out of memory between two messages; it lives until the others have noticed."""
-    net = Mesh({"dp": world_size}).build()
-    adafactor = make_adafactor(net)
-    set_gradients(net, 1)
-    before = copy.deepcopy([dtensor.plain(param) for param in net.parameters()])
-
-    def fail(*args: object) -> None:
-        raise MemoryError("no memory")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(module.FactoredUpdate, "compute", fail)
-        with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
-            adafactor.step()
-    store = Peers().store
-    if rank == 1:
-        store.wait(["noticed 0", "noticed 2"], timedelta(seconds=30))
-    else:
-        store.set(f"noticed {rank}", "")
-    assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
-    assert all(own["step"] == 0 for own in adafactor.state.values())
-    return str(caught.value)
-
-
-def test_nobody_waits_for_a_rank_that_fails_in_the_middle() -> None:
-    first, second, third = run_ranks(_fails_in_the_middle, 3, pg_timeout=60)
-    assert second == "no memory"
-    for message in (first, third):
-        assert "during the all-reduce of the means and norms of Adafactor" in message
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -98,13 +98,10 @@ def _trained_on_mesh(
 @pytest.mark.parametrize(
     ("shape", "placements"),
     [
-        ((2,), [Shard(0)]),
+        # tests/optim/test_blocks.py says on which meshes ranks share blocks.
         ((3,), [Shard(0)]),
-        ((4,), [Shard(0)]),
         ((3,), [Shard(1)]),  # inside rows; between blocks of some
-        ((4,), [Shard(3)]),
         ((2, 2), [Replicate(), Shard(0)]),
-        ((2, 2), [Shard(0), Shard(1)]),
         ((2, 2), [Shard(0), Shard(3)]),
         ((2, 2), [Shard(1), Shard(1)]),  # twice
     ],

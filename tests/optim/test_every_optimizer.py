@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardwise import checkpoint
+from shardwise._torch import dtensor
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.optim import Adafactor, Lion, Muon
+from shardwise.transport.peers import Peers
+from tests.harness import run_ranks
 from tests.optim.nets import ACCUMULATIONS, Mesh, Net, Set, set_gradients, train_on_microbatches
 from tests.optim.references import (
     HIDDEN,
@@ -191,6 +197,139 @@ def _loads(rank: int, world_size: int, folder: Path) -> None:
 def test_training_goes_on_from_a_checkpoint_on_another_mesh(tmp_path: Path) -> None:
     run_threads(_saves, 3, tmp_path)
     run_threads(_loads, 4, tmp_path)
+
+
+@pytest.mark.parametrize("at_once", [1, 10, 100])
+@pytest.mark.parametrize("name", ["adafactor", "lion"])
+def test_pieces_change_nothing_but_rounding(
+    monkeypatch: pytest.MonkeyPatch, name: str, at_once: int
+) -> None:
+    monkeypatch.setattr(f"shardwise.optim.{name}.AT_ONCE", at_once)
+    make, reference_of = OPTIMIZERS[name]
+    net, reference = Net(), reference_of()
+    optimizer = make(net)
+    for step in range(1, STEPS + 1):
+        set_gradients(net, step)
+        optimizer.step()
+        reference.step(step)
+    assert_same(net, reference, f"{at_once} elements at once")
+
+
+def test_lion_rounds_a_parameter_in_bfloat16_once() -> None:
+    """Decay alone is too small to move it, and so would be lost if it were rounded by itself."""
+    before = torch.full((8,), 1.0, dtype=torch.bfloat16)
+    param = nn.Parameter(before.clone())
+    lion = Lion([param], lr=2**-8, weight_decay=0.5)
+    param.grad = torch.ones(8, dtype=torch.bfloat16)
+    lion.step()
+    expected = (before.float() - 2**-8 * (1 + 0.5 * before.float())).bfloat16()
+    assert torch.equal(param.detach(), expected)
+    assert lion.state[param]["exp_avg"].dtype == torch.bfloat16
+
+
+# -- gradients that are missing, and ranks that fail -----------------------------------------------
+
+
+def _cannot_step(
+    rank: int, world_size: int, name: str, lacks: Collection[str], spoiled: str | None = None
+) -> str:
+    """Try a step for which rank 1 lacks gradients, or has a state of another size."""
+    net = Mesh({"dp": world_size}).build()
+    optimizer = OPTIMIZERS[name][0](net)
+    set_gradients(net, 1)
+    optimizer.step()
+    before = copy.deepcopy([dtensor.plain(param) for param in net.parameters()])
+    state = optimizer.state[net.up.weight]
+    kept = dict(state)
+    if rank == 1 and spoiled is not None:  # as from a file that was read by hand
+        state[spoiled] = torch.zeros(1)
+    set_gradients(net, 2, lambda each: rank != 1 or each not in lacks)
+    own = rank == 1 and spoiled is not None
+    with pytest.raises(ValueError if own else RanksDivergedError) as caught:
+        optimizer.step()
+    state.update(kept)
+    assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
+    assert all(each.get("step", 1) == 1 for each in optimizer.state.values())
+    set_gradients(net, 3)
+    optimizer.step()  # and training can go on
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_gradients_of_some_ranks_only_are_an_error_on_all(threads: Ranks, name: str) -> None:
+    first, second, third = threads(_cannot_step, 3, name, {"down.weight"})
+    assert "down.weight on rank 0 only, none on rank 1 only" in first
+    assert "none on rank 1 only, down.weight on rank 0 only" in second
+    assert "down.weight on rank 2 only, none on rank 1 only" in third
+    assert "set and clear gradients alike" in first
+
+
+def test_a_rank_without_any_gradient_is_an_error_on_all(threads: Ranks) -> None:
+    first, *_ = threads(_cannot_step, 2, "muon", {*HIDDEN, "experts"})
+    assert "experts, up.weight, down.weight and 1 more on rank 0 only" in first
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        ("muon", "momentum_buffer", "up.weight: found a momentum_buffer of shape (1,)"),
+        ("adafactor", "row_var", "up.weight: row_var: found torch.float32 of shape [1], expected"),
+    ],
+)
+def test_what_one_rank_cannot_use_stops_all_of_them(
+    threads: Ranks, name: str, state: str, message: str
+) -> None:
+    first, second = threads(_cannot_step, 2, name, (), state)
+    assert message in second
+    assert "rank 1 raised an error before it" in first
+
+
+def _fails_in_the_middle(rank: int, world_size: int, name: str, computes: str) -> str:
+    """Rank 1 runs out of memory between two messages; it lives until the others have noticed."""
+    net = Mesh({"dp": world_size}).build()
+    optimizer = OPTIMIZERS[name][0](net)
+    set_gradients(net, 1)
+    before = copy.deepcopy([dtensor.plain(param) for param in net.parameters()])
+
+    def fail(*args: object) -> None:
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(computes, fail)
+        with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
+            optimizer.step()
+    store = Peers().store
+    if rank == 1:
+        store.wait(["noticed 0", "noticed 2"], timedelta(seconds=30))
+    else:
+        store.set(f"noticed {rank}", "")
+    assert all(map(torch.equal, before, map(dtensor.plain, net.parameters())))
+    assert all(own.get("step", 0) == 0 for own in optimizer.state.values())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "computes", "message"),
+    [
+        ("muon", "shardwise.optim.matrices.orthogonalize", "all-to-all of Muon"),
+        (
+            "adafactor",
+            "shardwise.optim.adafactor.FactoredUpdate.compute",
+            "all-reduce of the means and norms of Adafactor",
+        ),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_fails_in_the_middle(
+    name: str, computes: str, message: str
+) -> None:
+    first, second, third = run_ranks(_fails_in_the_middle, 3, name, computes, pg_timeout=60)
+    assert second == "no memory"
+    for each in (first, third):
+        assert f"during the {message}" in each
+
+
+# -- arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise import FullyShardedDataParallel, checkpoint, checkpoint_module, fully_shard
-from shardwise.optim import Adafactor, Muon, in_backward, muon_groups, param_groups
-from tests.threads import run_threads
+from shardwise import FullyShardedDataParallel, checkpoint_module
+from shardwise.optim import Muon, muon_groups, param_groups
 from tests.worlds import on_threads
 
 
@@ -138,61 +135,6 @@ def test_names_are_those_of_state_dicts(rank: int, world_size: int) -> None:
     wrapper = FullyShardedDataParallel(net, use_orig_params=True)
     assert _by_name(param_groups(wrapper, RULES), "lr", "weight_decay") == EXPECTED
     assert _by_name(param_groups(wrapper.module, RULES), "lr", "weight_decay") == EXPECTED
-
-
-# -- a training ------------------------------------------------------------------------------------
-
-
-def _train(rank: int, world_size: int, folder: Path) -> None:
-    """Groups step inside backward and after it alike, follow a schedule, and are resumed."""
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return param_groups(model, {"embed*": {"lr": 0.02}, "*bias": {"weight_decay": 0.0}})
-
-    def make() -> tuple[nn.Module, Callable[[int], None]]:
-        torch.manual_seed(0)
-        net = Net()
-        for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
-
-        def step(number: int) -> None:
-            tokens = torch.arange(number, number + 6).remainder(8).view(1, 6)
-            net(tokens).square().mean().backward()
-
-        return net, step
-
-    def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    net, backward = make()
-    inside = in_backward(net, lambda _: Adafactor(groups(net), lr=0.1, weight_decay=0.1))
-    other, its_backward = make()
-    after = Adafactor(groups(other), lr=0.1, weight_decay=0.1)
-    schedules = [schedule_of(inside), schedule_of(after)]
-    for number in range(3):
-        backward(number)
-        its_backward(number)
-        after.step()
-        after.zero_grad()
-        for schedule in schedules:
-            schedule.step()
-    assert {group["lr"] for group in after.param_groups} == {0.02 / 4, 0.1 / 4}
-    for param, wanted in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(param, wanted)
-    checkpoint.save(folder, net, inside)
-    resumed, _ = make()
-    optimizer = Adafactor(groups(resumed), lr=0.1, weight_decay=0.1)
-    checkpoint.load(folder, resumed, optimizer)
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        (g["lr"], g["weight_decay"]) for g in after.param_groups
-    ]
-    for param, wanted in zip(resumed.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(param, wanted)
-
-
-def test_groups_train_with_schedules_in_backward_and_from_checkpoints(tmp_path: Path) -> None:
-    run_threads(_train, 2, tmp_path / "saved")
 
 
 # -- mistakes --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +11,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
-from tests.corpus.gathering import whole_parameters
+from tests.corpus.gathering import join, whole_parameters
 from tests.corpus.models import MODELS, make_model
 from tests.corpus.oracle import (
     DOORS,
     STRATEGIES,
     Case,
+    History,
     assert_same_history,
     make_optimizer,
     make_sharded,
     naming,
-    train_sharded,
+    train_in_parts,
 )
-from tests.worlds import on_threads
+from tests.worlds import Ranks, on_threads
 
 NAMES = ["mlp", "conv", "shared", "llama", "llama-tied"]
 
 
-def _initializer(model: nn.Module) -> Callable[[nn.Module], object]:
-    """What gives a module its initial values: its model's own rules, or its own."""
-    if isinstance(model, PreTrainedModel):
-        return model._init_weights
-    return lambda module: getattr(module, "reset_parameters", lambda: None)()
+def _initializer(model: nn.Module) -> Callable[[nn.Module], object] | None:
+    """What gives a module its initial values, if its model has rules of its own."""
+    return model._init_weights if isinstance(model, PreTrainedModel) else None
+
+
+def _reset(module: nn.Module) -> None:
+    """Give a module its initial values by its own rules."""
+    getattr(module, "reset_parameters", lambda: None)()
 
 
 def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
@@ -51,10 +56,21 @@ def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
         ("hybrid", 4, NAMES[::2]),
     ],
 )
-@on_threads()
 def test_materialized_equals_unsharded_initialization_and_trains_alike(
-    rank: int, world_size: int, strategy: str, names: list[str]
+    threads: Ranks, world_size: int, strategy: str, names: list[str]
 ) -> None:
+    by_rank = threads(_materialized, world_size, strategy, names)
+    for name, *parts in zip(names, *by_rank, strict=True):
+        with naming(Case(name, strategy)):
+            history, other = (History(**each) for each in join(parts))
+            assert_same_history(history, other, rtol=None)
+
+
+def _materialized(
+    rank: int, world_size: int, strategy: str, names: list[str]
+) -> list[list[dict[str, Any]]]:
+    """Train what was materialized and a twin; return this rank's parts of both histories."""
+    trained = []
     for name in names:
         case = Case(name, strategy)
         with naming(case):
@@ -64,16 +80,17 @@ def test_materialized_equals_unsharded_initialization_and_trains_alike(
             expected = make_model(name)
             torch.manual_seed(5)
             with torch.no_grad():
-                expected.apply(_initializer(expected))
+                expected.apply(_initializer(expected) or _reset)
             _assert_equal(whole_parameters(model), dict(expected.named_parameters()), name)
             _assert_equal(dict(model.named_buffers()), dict(expected.named_buffers()), name)
             twin = make_sharded(case, world_size)
             twin.load_state_dict(model.state_dict())
-            history, other = (
-                train_sharded(each, make_optimizer("sgd", each.parameters()), case, rank)
+            histories = (
+                train_in_parts(each, make_optimizer("sgd", each.parameters()), case, rank)
                 for each in (model, twin)
             )
-            assert_same_history(history, other, rtol=None)
+            trained.append([vars(each) for each in histories])
+    return trained
 
 
 @on_threads(3)

@@ -103,6 +103,7 @@ def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:
         ("[1]", "expected a JSON object"),
         ("{}", 'with no "model_type"'),
         ("[" * 50_000, "no JSON"),
+        ('{"model_type": ' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
         ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "expected 1 to 10,000"),
     ],
 )

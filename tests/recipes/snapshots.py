@@ -1,17 +1,27 @@
-"""ImageNet in small: folders of pictures that a tiny net learns in seconds."""
+"""ImageNet in small: folders of pictures that tiny nets learn in seconds."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from shardwise.app.recipes.vision.config import ImagenetConfig
-from shardwise.insight.schema.training import SgdConfig
+from shardwise.app.recipes.vision.config import ImagenetConfig, VitConfig
+from shardwise.insight.schema.training import OptimizerConfig, SgdConfig
 from tests.recipes.small import train_config
 
+#: A Vision Transformer of odd sizes.
+LEARNING = {
+    "model_type": "vit",
+    "hidden_size": 24,
+    "intermediate_size": 46,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "patch_size": 8,
+}
 COLORS = {"grass": (40, 160, 60), "rust": (170, 80, 40), "sea": (30, 90, 180)}
 
 
@@ -48,3 +58,16 @@ def small_imagenet(folder: Path, name: str = "run", **changes: Any) -> ImagenetC
     train = train_config(folder / name, given, SgdConfig(lr=0.05))
     own = {"model": "tiny", "image_size": 32, "warmup_epochs": 0.5, "threads": 2}
     return ImagenetConfig(**{"data_dir": data, **own, **given}, train=train)
+
+
+def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
+    """A configuration of one epoch in a few steps, on images that are written if they are not."""
+    data = folder / "snapshots"
+    if not data.exists():
+        write_snapshots(data)
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text(json.dumps(LEARNING))
+    given = {"epochs": 2, "batch_size": 8, "eval_every": 1, **changes}
+    train = train_config(folder / name, given, OptimizerConfig(lr=5e-3, warmup=2))
+    own = {"model": str(folder / "config.json"), "image_size": 32, "threads": 2}
+    return VitConfig(**{"data_dir": data, **own, **given}, train=train)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,20 @@ from shardwise.app.recipes.core.begin import (
 from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.installed import check_extras, install_line, require_installed
 from shardwise.app.recipes.core.journal import RunRecord
+from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID, World
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
-from tests.recipes.small import small_config
+from tests.recipes.digits import small_mnist, write_digits
+from tests.recipes.running import refusal
+from tests.recipes.small import small_config, write_model
+from tests.recipes.snapshots import small_imagenet, small_vit
+
+#: Makes a small configuration whose files are in a folder.
+Make = Callable[..., RecipeConfig]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +49,14 @@ def begin(files: RunDir, monkeypatch: pytest.MonkeyPatch, job: str | None = None
         if job is not None:
             env.setenv(JOB, job)
         RunRecord(files, {"recipe": "lm"}, {})
+
+
+def write_record(config: RecipeConfig) -> RunDir:
+    """A folder as a run leaves it that has only begun."""
+    files = RunDir(config.train.output.out)
+    files.root.mkdir()
+    files.write({"recipe": config.recipe, **config.check(World(0, 1, 0, 1)).facts()})
+    return files
 
 
 def save(files: RunDir) -> None:
@@ -108,6 +125,78 @@ def test_there_must_be_a_checkpoint_to_resume(tmp_path: Path) -> None:
     message = "--resume: found no complete checkpoint in .*/checkpoints, expected one; or use --ov"
     with pytest.raises(OptionError, match=message):
         newest_step(Checkpoints(files.checkpoints), files)
+
+
+# -- the run that goes on --------------------------------------------------------------------------
+
+
+def again(make: Make, folder: Path, **changes: Any) -> RecipeConfig:
+    """A configuration that goes on with a run; another model is in a file of its own."""
+    if changes.get("model") == "other":
+        (folder / "other").mkdir()
+        changes["model"] = str(write_model(folder / "other", hidden_size=12))
+    return make(folder, existing=Existing.RESUME, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "said"),
+    [
+        (small_config, {"model": "other"}, "--model: found .*/other/config.json, another model"),
+        # As where the default goes with the model.
+        (small_config, {"model": "other", "seq_length": 12}, "--model: found .*, another model"),
+        (small_config, {"seq_length": 12}, "--seq-length: found 12, expected 16, as in the run"),
+        (small_imagenet, {"model": "resnet18"}, "--model: found resnet18, another model, expected"),
+        (small_imagenet, {"model": "resnet18", "image_size": 64}, "--model: found resnet18, anoth"),
+        (small_imagenet, {"image_size": 64}, "--image-size: found 64, expected 32, as in the run"),
+        (small_vit, {"layers": 3}, "--layers: found 3, expected 2, as in the run to resume"),
+        (small_vit, {"image_size": 64}, "--image-size: found 64, expected "),
+    ],
+)
+def test_a_run_goes_on_only_with_its_model(
+    tmp_path: Path, make: Make, changes: dict[str, Any], said: str
+) -> None:
+    """Of all other options, tests/cli/test_resume.py tells which may change."""
+    write_record(make(tmp_path))
+    assert re.match(said, refusal(again(make, tmp_path, **changes)))
+
+
+def _write_other_words(folder: Path) -> None:
+    (folder / "words.txt").write_text("other text " * 100)
+
+
+def _write_another_model(folder: Path) -> None:
+    write_model(folder, hidden_size=12)
+
+
+def _write_another_digit(folder: Path) -> None:
+    write_digits(folder / "mnist", training=204)
+
+
+def _delete_a_picture(folder: Path) -> None:
+    (folder / "snapshots" / "train" / "sea" / "0.JPEG").unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "option"),
+    [
+        (small_config, _write_other_words, "--data"),
+        (small_config, _write_another_model, "--model"),  # in a file of the same name
+        (small_mnist, _write_another_digit, "--data-dir"),
+        (small_imagenet, _delete_a_picture, "--data-dir"),
+    ],
+)
+def test_a_run_goes_on_only_with_what_its_files_held(
+    tmp_path: Path, make: Make, change: Callable[[Path], None], option: str
+) -> None:
+    write_record(make(tmp_path))
+    change(tmp_path)
+    assert refusal(again(make, tmp_path)).startswith(f"{option}: found ")
+
+
+def test_a_run_of_another_recipe_does_not_go_on(tmp_path: Path) -> None:
+    files = write_record(small_mnist(tmp_path))
+    files.write({**files.read(), "recipe": "lm"})
+    assert refusal(again(small_mnist, tmp_path)).startswith("--resume: found a run of train lm in ")
 
 
 # -- several hosts ---------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from shardwise.runs.metrics_file import read_metrics
-from tests.recipes.running import refusal, run_from_guide, train
+from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
-from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots
+from tests.recipes.snapshots import small_imagenet, write_snapshots
 from tests.worlds import Ranks
 
 
@@ -75,32 +74,7 @@ def test_the_learning_rate_rises_and_drops() -> None:
     assert [config.lr(epoch) for epoch in (30, 60, 99)] == pytest.approx([0.04, 0.004, 0.0004])
 
 
-def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(train, 1, small_imagenet(tmp_path, steps=1))
-
-    again = functools.partial(small_imagenet, tmp_path, steps=2, existing=Existing.RESUME)
-    for changes, said in (
-        ({"momentum": 0.5}, "--momentum: found 0.5, expected 0.9, as in the run"),
-        ({"model": "resnet18"}, "--model: found resnet18, another model, expected"),
-        ({"model": "resnet18", "image_size": 64}, "--model: found resnet18, another"),
-        ({"image_size": 64}, "--image-size: found 64, expected 32, as in the run"),
-    ):
-        assert refusal(again(**changes)).startswith(said)
-    (tmp_path / "snapshots" / "train" / "sea" / "0.JPEG").unlink()
-    assert refusal(again()).startswith("--data-dir: found ")
-
-
 # -- folders ---------------------------------------------------------------------------------------
-
-
-def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
-    training, validation = find_images(write_snapshots(tmp_path, training=3, validation=2))
-    assert (len(training), len(validation)) == (9, 6)
-    assert training.classes == validation.classes == tuple(COLORS)
-    found = [training.at(index) for index in range(9)]
-    assert [number for _, number in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert found[4][0] == tmp_path / "train" / "rust" / "1.png"
-    assert len({path for path, _ in found}) == 9
 
 
 @pytest.mark.parametrize(

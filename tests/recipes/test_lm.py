@@ -7,7 +7,6 @@ the command line itself is tested in tests/cli.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -34,7 +33,6 @@ from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.data import Sequences
 from shardwise.base import devices
 from shardwise.base.scratch import file as scratch_file
-from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.rank import StopSignals
@@ -45,7 +43,7 @@ from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.insight.schema.training import Existing, ScheduleName
 from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
-from tests.recipes.running import as_after, refusal, train, train_here, train_one, warning_in
+from tests.recipes.running import as_after, train, train_here, train_one, warning_in
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model
 from tests.waiting import wait_until
 from tests.worlds import Ranks
@@ -125,8 +123,6 @@ def test_bf16_learns_nearly_the_same_and_all_in_bf16_is_saved_and_resumed_in_bf1
     as_after(2, whole, again)
     ranks(train, 2, again)
     assert losses(again) == losses(whole)
-    other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
-    assert refusal(other).startswith("--shard-dtype: found fp32, expected bf16, as in the run")
 
 
 def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
@@ -161,10 +157,6 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     ranks(_train_offloaded, 2, *again)
     assert losses(again[0]) == losses(whole)
     assert losses(again[1]) == losses(masters)
-    other = small_config(
-        tmp_path, "masters-again", steps=5, shard_dtype=PrecisionName.BF16, existing=Existing.RESUME
-    )
-    assert refusal(other).startswith("--master-dtype: found nothing, expected fp32, as in the run")
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
@@ -219,23 +211,6 @@ def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
     assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4]
 
 
-def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ranks(train, 1, small_config(tmp_path, steps=2, batch_size=4))
-    longer = small_config(tmp_path, steps=3, batch_size=2, existing=Existing.RESUME)
-    capfd.readouterr()
-    assert ranks(train, 2, longer) == [["finished"]] * 2
-    said = capfd.readouterr().out
-    assert "examples from here on" not in said, "a step has as many examples as before"
-    assert [step for step, _, _ in losses(longer)] == [1, 2, 3]
-    found = Checkpoints(longer.files.checkpoints)
-    assert found.position(3).examples == 3 * 4, "the position in the data went on"
-    ranks(train, 1, small_config(tmp_path, steps=4, batch_size=2, existing=Existing.RESUME))
-    said = "warning    a step has 2 examples from here on, and had 4 before"
-    assert warning_in(capfd).startswith(said)
-
-
 def _train_beside_a_gpu(rank: int, world_size: int, config: LmConfig) -> str:
     with (
         mock.patch.object(devices, "count", return_value=1),
@@ -273,22 +248,33 @@ def test_a_complete_run_without_its_results_goes_on_to_make_them(
     assert [step for step, _, _ in losses(again)] == [1, 2], "no step was made again"
 
 
-def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_over_another_world_with_the_same_data(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Over fewer ranks; streamed documents go on over more, below."""
     # 4 sequences a step, however they are dealt out.
     model = str(write_model(tmp_path, attention_dropout=0.0))
 
     def config(name: str, **settings: Any) -> LmConfig:
-        return small_config(tmp_path, name, model=model, steps=4, checkpoint_every=2, **settings)
+        given = {"model": model, "steps": 4, "checkpoint_every": 2, **settings}
+        return small_config(tmp_path, name, **given)
 
     whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
     resumed = config("resumed", batch_size=4, existing=Existing.RESUME)
     as_after(2, whole, resumed)
+    capfd.readouterr()
     ranks(train, 1, resumed)
+    said = capfd.readouterr().out
+    assert "examples from here on" not in said, "a step has as many examples as before"
     assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 2]
     for mine, expected in zip(losses(resumed), losses(whole), strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
+    found = Checkpoints(resumed.files.checkpoints)
+    assert found.position(4).examples == 4 * 4, "the position in the data went on"
+    ranks(train, 1, config("resumed", steps=5, batch_size=2, existing=Existing.RESUME))
+    said = "warning    a step has 2 examples from here on, and had 4 before"
+    assert warning_in(capfd).startswith(said)
 
 
 def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_path: Path) -> None:
@@ -463,19 +449,6 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
         assert not left, "half a checkpoint was left behind"
 
 
-def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for step in range(1, 6):
-        save(checkpoints.path(step), torch.nn.Linear(2, 2))
-    assert checkpoints.steps() == [1, 2, 3, 4, 5]
-    shard = sorted(checkpoints.path(2).glob("*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    (checkpoints.path(3) / "manifest.json").unlink()
-    checkpoints.path(4).rename(tmp_path / ".step-00000004.partial")
-    checkpoints.path(5).rename(tmp_path / "step-x")
-    assert checkpoints.steps() == [1]
-
-
 def test_a_damaged_checkpoint_is_named_and_how_to_go_on(ranks: Ranks, tmp_path: Path) -> None:
     config = small_config(tmp_path, steps=2, checkpoint_every=1)
     ranks(train, 2, config)
@@ -500,35 +473,16 @@ def test_a_damaged_checkpoint_is_named_and_how_to_go_on(ranks: Ranks, tmp_path: 
 
 def train_as_another_host(rank: int, world_size: int, configs: list[LmConfig]) -> str:
     world = World(rank, world_size, 0, 1)
-    inputs = configs[min(rank, len(configs) - 1)].check(world)
     with pytest.raises(OptionError) as raised:
-        train_here(inputs, world)
+        train_here(configs[rank].check(world), world)
     return str(raised.value)
 
 
-def other_commands(rank: int, world_size: int, cases: list[list[LmConfig]]) -> list[str]:
-    return [train_as_another_host(rank, world_size, case) for case in cases]
-
-
 def test_hosts_that_were_asked_for_something_else_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    """All that they have to agree on, tests/recipes/test_begin.py shows."""
     first = small_config(tmp_path)
-    other_text = tmp_path / "other.txt"
-    other_text.write_text("something else " * 1000)
-    (tmp_path / "wide").mkdir()
-    wide = write_model(tmp_path / "wide", hidden_size=48)
-    others = [
-        small_config(tmp_path, lr=0.5),
-        small_config(tmp_path, steps=9),
-        dataclasses.replace(first, data=(str(other_text),)),
-        small_config(tmp_path, model=str(wide)),
-    ]
-    told = ranks(other_commands, 2, [[first, other] for other in others])
-    assert told[0] == told[1]
-    rate, steps, data, model = told[0]
-    assert rate == "--lr: found 0.5 on host 1, expected 0.01, as on host 0"
-    assert steps == "--steps: found 9 on host 1, expected 4, as on host 0"
-    assert data.startswith("--data: found data with fingerprint ")
-    assert model.startswith("--model: found settings with checksum ")
+    told = ranks(train_as_another_host, 2, [first, small_config(tmp_path, lr=0.5)])
+    assert told == ["--lr: found 0.5 on host 1, expected 0.01, as on host 0"] * 2
     assert not first.files.root.exists(), "nothing was written"
 
 
@@ -539,27 +493,6 @@ def test_a_diverging_run_ends_and_says_so(ranks: Ranks, tmp_path: Path) -> None:
     assert "expected finite numbers" in told
     assert "is saved; try a lower --lr" in told
     assert config.files.read()["sessions"][-1]["status"] == "failed"
-
-
-def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(train, 1, small_config(tmp_path, steps=1))
-    other = tmp_path / "other"
-    other.mkdir()
-    again = functools.partial(small_config, tmp_path, steps=2, existing=Existing.RESUME)
-    model = str(write_model(other, hidden_size=12))
-    for changes, said in (
-        ({"seed": 5}, "--seed: found 5, expected 0, as in the run to resume"),
-        # These come back with the optimizer's state, whatever is asked for.
-        ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as in the run"),
-        ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as in the run"),
-        ({"model": model}, f"--model: found {model}, another model"),
-        # As where the default goes with the model.
-        ({"model": model, "seq_length": 12}, f"--model: found {model}, another model"),
-        ({"seq_length": 12}, "--seq-length: found 12, expected "),
-    ):
-        assert refusal(again(**changes)).startswith(said)
-    (tmp_path / "words.txt").write_text("other text " * 100)
-    assert refusal(again()).startswith("--data: found ")
 
 
 def test_settings_that_transformers_refuses_are_named() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
+from shardwise.app.recipes.core.batches import Shuffled
 from shardwise.app.recipes.core.build import average_running_statistics
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.task import Batch, ImageData, Images, read_drawn, vision_task
@@ -27,7 +24,7 @@ from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
-from tests.recipes.running import refusal, run_from_guide, train, train_one
+from tests.recipes.running import as_after, run_from_guide, train
 from tests.recipes.small import losses, validation
 from tests.worlds import Ranks
 
@@ -42,7 +39,9 @@ def same_weights(found: MnistConfig, expected: MnistConfig) -> None:
     assert not different, f"{found.train.output.out.name}: {different}"
 
 
-def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_net_learns_and_its_file_alone_knows_as_much(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = small_mnist(tmp_path, epochs=6)
     assert ranks(train, 2, config) == [["finished"]] * 2
     # 203 images per epoch, 32 per step: none is left out, and no step is smaller.
@@ -53,6 +52,18 @@ def test_a_net_learns_and_its_file_alone_knows_as_much(ranks: Ranks, tmp_path: P
     session = config.files.read()["sessions"][-1]
     assert session["accuracy"] == session["accuracy_of_file"] == accuracy
     assert config.files.confusion.read_bytes().startswith(b"\x89PNG")
+    lines = capfd.readouterr().out.splitlines()
+    told = dict(line.split(maxsplit=1) for line in lines)
+    assert told["data"] == "MNIST: 203 images to train on, 45 for validation; 10 classes"
+    assert told["step"] == "16 images x 2 ranks = 32 images; 6 epochs, 39 steps"
+    steps = [line for line in lines if line.startswith("step=")]
+    assert len(steps) == 39
+    assert steps[-1].startswith("step=39 epoch=6.148 loss=")
+    judged = [line.split()[1] for line in lines if line.startswith("evaluation")]
+    assert judged == ["step=7", "step=13", "step=20", "step=26", "step=32", "step=39"]
+    assert told["reloaded"].startswith("accuracy ")
+    for name in ("model.safetensors", "confusion.png", "report.html"):
+        assert any(line.endswith(f"run/{name}") for line in lines), name
     paths = {"runs/mnist": str(tmp_path / "run"), '"mnist/': f'"{tmp_path}/mnist/'}
     assert run_from_guide(0, paths)[0] == f"accuracy {accuracy:.4f}\n"
 
@@ -152,72 +163,20 @@ def test_running_statistics_are_those_of_all_ranks_data_on_every_rank(ranks: Ran
         assert all(torch.equal(first, other) for other in others)
 
 
-# -- stopping and resuming -------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
-def train_until(rank: int, world_size: int, config: MnistConfig, step: int) -> str:
-    """Train, and send rank 1 a signal while a step is under way."""
-    batch = ReadAhead.batch
-
-    def signalling(self: ReadAhead, position: int, count: int) -> Any:
-        if rank == 1 and position // config.train.examples_per_step(world_size) == step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return batch(self, position, count)
-
-    ReadAhead.batch = signalling  # type: ignore[method-assign]
-    try:
-        return train_one(rank, world_size, config)
-    finally:
-        ReadAhead.batch = batch  # type: ignore[method-assign]
-
-
-def stop_and_go_on(rank: int, world_size: int, whole: MnistConfig, part: MnistConfig) -> str:
-    """One run undisturbed, and one that is stopped within its second epoch."""
-    train_one(rank, world_size, whole)
-    return train_until(rank, world_size, part, 10)
-
-
-def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    whole = small_mnist(tmp_path, "whole", epochs=2)
-    part = small_mnist(tmp_path, "part", epochs=2)
-    told = ranks(stop_and_go_on, 2, whole, part)
-    assert "Stopped by SIGTERM after epoch 1.58 of 2 (step 10), which is saved" in told[0]
-    elsewhere = small_mnist(
-        tmp_path, "elsewhere", epochs=2, batch_size=32, existing=Existing.RESUME
-    )
-    shutil.copytree(part.train.output.out, elsewhere.train.output.out)
-
-    assert (
-        ranks(train, 2, small_mnist(tmp_path, "part", epochs=2, existing=Existing.RESUME))
-        == [["finished"]] * 2
-    )
-    assert losses(part) == losses(whole)
-    assert accuracies(part) == accuracies(whole)
-    same_weights(part, whole)
-
-    # On one rank, with as many images per step: the same ones. Batch norm sees them in one part
-    # instead of two, so what is learned is another.
-    capfd.readouterr()
-    assert ranks(train, 1, elsewhere) == [["finished"]]
-    assert "warning" not in capfd.readouterr().out
-    assert [step for step, *_ in losses(elsewhere)] == [step for step, *_ in losses(whole)]
-    assert accuracies(elsewhere)[-1][0] == accuracies(whole)[-1][0]
-
-
-def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(train, 1, small_mnist(tmp_path, steps=1))
-
-    again = functools.partial(small_mnist, tmp_path, steps=2, existing=Existing.RESUME)
-    assert refusal(again(weight_decay=0.3)).startswith(
-        "--weight-decay: found 0.3, expected 0.1, as in the run"
-    )
-    write_digits(tmp_path / "mnist", training=204)
-    assert refusal(again()).startswith("--data-dir: found ")
-    files = small_mnist(tmp_path).files
-    files.write({**files.read(), "recipe": "lm"})
-    assert refusal(again()).startswith("--resume: found a run of train lm in ")
+def test_a_run_goes_on_within_an_epoch_as_if_nothing_had_been(ranks: Ranks, tmp_path: Path) -> None:
+    whole = small_mnist(tmp_path, "whole", epochs=2, checkpoint_every=10)
+    ranks(train, 2, whole)
+    rest = small_mnist(tmp_path, "rest", epochs=2, existing=Existing.RESUME)
+    as_after(10, whole, rest)  # of 13 steps; the second epoch begins in step 7
+    rest.files.weights.unlink()
+    ranks(train, 2, rest)
+    assert [session["from_step"] for session in rest.files.read()["sessions"]] == [0, 10]
+    assert losses(rest) == losses(whole)
+    assert accuracies(rest) == accuracies(whole)
+    same_weights(rest, whole)
 
 
 # -- the order of images ---------------------------------------------------------------------------

@@ -132,26 +132,28 @@ def test_a_plan_names_the_optimizer_as_the_training_does(algorithm: OptimizerNam
     assert settings.to_json()["optimizer"] == algorithm.value
 
 
+@functools.cache
+def _apart(config: DilocoConfig | None) -> Any:
+    """A plan of two replicas that train apart, which tests share."""
+    return _plan(
+        "mnist", sharding=ShardingConfig(strategy=Strategy.DILOCO, replicas=2), diloco=config
+    )
+
+
+ROUNDS = DilocoConfig(local_steps=50)
+FEW = replace(ROUNDS, wire="ternary")
+
+
 @pytest.mark.parametrize(
-    ("config", "copies"),
-    [
-        (DilocoConfig(), 2),
-        (DilocoConfig(error_feedback=True), 3),
-        (DilocoConfig(wire="ternary"), 3),
-    ],
+    ("config", "copies"), [(ROUNDS, 2), (replace(ROUNDS, error_feedback=True), 3), (FEW, 3)]
 )
 def test_the_outer_state_of_diloco_is_counted(config: DilocoConfig, copies: int) -> None:
-    diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
-    plain = _plan("mnist", sharding=diloco)
-    outer = _plan("mnist", sharding=diloco, diloco=config)
-    more = outer.ranks[0].optimizer - plain.ranks[0].optimizer
-    assert more == pytest.approx(copies * 4 * plain.numel, rel=1e-3)  # and a little padding
+    more = _apart(config).ranks[0].optimizer - _apart(None).ranks[0].optimizer
+    assert more == pytest.approx(copies * 4 * _apart(None).numel, rel=1e-3)  # and a little padding
 
 
 def test_what_replicas_exchange_is_counted() -> None:
-    diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
-    plain = _plan("mnist", sharding=diloco, diloco=DilocoConfig(local_steps=50))
-    few = _plan("mnist", sharding=diloco, diloco=DilocoConfig(local_steps=50, wire="ternary"))
+    plain, few = _apart(ROUNDS), _apart(FEW)
     assert plain.exchanged == pytest.approx(4 * plain.numel, rel=1e-3)  # a half, twice
     assert few.exchanged == pytest.approx(plain.exchanged / 18.3, rel=0.05)
     assert few.to_json()["exchange"] == {

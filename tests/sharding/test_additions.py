@@ -14,64 +14,43 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardwise import fully_shard
 from shardwise.base.errors import MisuseError
 from shardwise.sharding import additions
-from tests.worlds import Ranks, on_threads
+from tests.sharding.nets import Net, sharded_net, train_alike, twins
+from tests.worlds import on_threads
 
 
 class _Adapted(nn.Module):
-    """A layer with a low-rank adapter beside it."""
+    """The first layer of a block, with a low-rank adapter beside it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.base = base
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 7, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.base(x) + self.up(self.down(x))
         return output
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        output: torch.Tensor = self.head(x)
-        return output
-
-
-def _sharded(**options: Any) -> _Net:
-    net = _Net()
+def _adapt(net: Net) -> list[nn.Module]:
     for block in net.blocks:
-        fully_shard(block, **options)
-    fully_shard(net, **options)
-    return net
+        block.up = _Adapted(block.up)
+    return [part for block in net.blocks for part in (block.up.down, block.up.up)]
 
 
-def _adapt(net: _Net) -> list[nn.Module]:
-    for block in net.blocks:
-        block[0] = _Adapted(block[0])
-    return [part for block in net.blocks for part in (block[0].down, block[0].up)]
-
-
-def _new_head(net: _Net) -> list[nn.Module]:
+def _new_head(net: Net) -> list[nn.Module]:
     torch.manual_seed(4)
     net.head = nn.Linear(6, 3)
     return [net.head]
 
 
-def _new_block(net: _Net) -> list[nn.Module]:
+def _new_block(net: Net) -> list[nn.Module]:
     torch.manual_seed(5)
     net.blocks.insert(1, nn.Linear(6, 6))  # torch tells nobody of this
     return [net.blocks[1]]
 
 
-def _scale(net: _Net) -> list[nn.Module]:
+def _scale(net: Net) -> list[nn.Module]:
     net.head.register_parameter("scale", nn.Parameter(torch.ones(6)))
     return []
 
@@ -79,40 +58,20 @@ def _scale(net: _Net) -> list[nn.Module]:
 _ADDITIONS = [_adapt, _new_head, _new_block]
 
 
-def _train(net: _Net, whole: _Net, rank: int, world_size: int) -> None:
-    """Train both for two steps, and check that they hold the same."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (net, whole)]
-    for step in range(2):
-        x = torch.randn(4 * world_size, 6, generator=torch.Generator().manual_seed(step))
-        whole(x).square().mean().backward()
-        net(x.chunk(world_size)[rank]).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for module in net.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-    held = dict(net.named_parameters())
-    for name, param in whole.named_parameters():
-        found = held[name]
-        assert isinstance(found, DTensor), name
-        torch.testing.assert_close(found.full_tensor(), param, msg=name)
-
-
 @pytest.mark.parametrize("trained", [False, True])
-def test_what_is_sharded_afterwards_trains_as_in_one_process(threads: Ranks, trained: bool) -> None:
-    def each_rank(rank: int, world_size: int) -> None:
-        for add in _ADDITIONS:
-            for options in ({}, {"reshard_after_forward": False}):
-                net, whole = _sharded(**options), _Net()
-                if trained:
-                    _train(net, whole, rank, world_size)
-                add(whole)
-                for part in add(net):
-                    fully_shard(part, **options)
-                _train(net, whole, rank, world_size)
-
-    threads(each_rank, 2)
+@on_threads(2)
+def test_what_is_sharded_afterwards_trains_as_in_one_process(
+    rank: int, world_size: int, trained: bool
+) -> None:
+    for add in _ADDITIONS:
+        for options in ({}, {"reshard_after_forward": False}):
+            net, whole = twins(Net, **options)
+            if trained:
+                train_alike(net, whole, rank, world_size, steps=2)
+            add(whole)
+            for part in add(net):
+                fully_shard(part, **options)
+            train_alike(net, whole, rank, world_size, steps=2)
 
 
 @on_threads(2)
@@ -120,12 +79,12 @@ def test_what_ranks_would_train_apart_is_named(rank: int, world_size: int) -> No
     x = torch.ones(2, 6)
     for trained in (False, True):
         for add, name in (
-            (_adapt, r"blocks\.0\.0\.down\.weight of shape \(2, 6\) on rank \d, and 3 more"),
+            (_adapt, r"blocks\.0\.up\.down\.weight of shape \(2, 6\) on rank \d, and 5 more"),
             (_new_head, r'head\.weight .* and 1 more.*part = model.get_submodule\("head"\)'),
             (_new_block, r"blocks\.1\.weight"),
             (_scale, r"head\.scale .*Linear.*module of its own and shard that"),
         ):
-            net = _sharded()
+            net = sharded_net()
             if trained:
                 net(x).sum().backward()
             parts = add(net)
@@ -146,41 +105,41 @@ def _average(param: nn.Parameter) -> None:
     param.grad /= torch.distributed.get_world_size()
 
 
-def _add_frozen(net: _Net) -> None:
+def _add_frozen(net: Net) -> None:
     net.head = nn.Linear(6, 3).requires_grad_(False)
 
 
-def _add_hooked(net: _Net) -> None:
+def _add_hooked(net: Net) -> None:
     net.head.scale = nn.Parameter(torch.ones(6))
     net.head.scale.register_post_accumulate_grad_hook(_average)
 
 
-def _add_ignored(net: _Net) -> None:
+def _add_ignored(net: Net) -> None:
     net.head = nn.Linear(6, 3)
     fully_shard(net.head, ignored_params={*net.head.parameters()})
 
 
-def _add_replicated(net: _Net) -> None:
+def _add_replicated(net: Net) -> None:
     scale = distribute_tensor(torch.ones(6), net.head.weight.device_mesh, [Replicate()])
     net.head.scale = nn.Parameter(scale)
 
 
-def _add_replica(net: _Net) -> None:
+def _add_replica(net: Net) -> None:
     net.head = nn.parallel.DistributedDataParallel(nn.Linear(6, 3))
 
 
-def _add_tie(net: _Net) -> None:
+def _add_tie(net: Net) -> None:
     net.tied = net.head.weight
 
 
 @on_threads(2)
 def test_what_ranks_keep_alike_may_be_added(rank: int, world_size: int) -> None:
-    ways: list[Callable[[_Net], None]] = [
+    ways: list[Callable[[Net], None]] = [
         *(_add_frozen, _add_hooked, _add_ignored, _add_replicated, _add_replica, _add_tie)
     ]
     for way in ways:
         for trained in (False, True):
-            net = _sharded()
+            net = sharded_net()
             if trained:
                 net(torch.ones(2, 6)).sum().backward()
             way(net)
@@ -190,7 +149,7 @@ def test_what_ranks_keep_alike_may_be_added(rank: int, world_size: int) -> None:
 @on_threads(2)
 def test_ignored_parameters_of_the_first_calls_are_no_additions(rank: int, world_size: int) -> None:
     with torch.device("meta"):
-        net = _Net()
+        net = Net()
     fully_shard(net, ignored_params={*net.head.parameters()})
     net.to_empty(device="cpu")  # makes other objects of them
     for param in net.parameters():
@@ -201,14 +160,14 @@ def test_ignored_parameters_of_the_first_calls_are_no_additions(rank: int, world
 
 @on_threads(1)
 def test_a_rank_alone_may_add_anything(rank: int, world_size: int) -> None:
-    net = _sharded()
+    net = sharded_net()
     _new_head(net)
     net(torch.ones(2, 6)).sum().backward()
 
 
 @on_threads(2)
 def test_what_is_unfrozen_later_is_named_then(rank: int, world_size: int) -> None:
-    net = _sharded()
+    net = sharded_net()
     _add_frozen(net)
     net(torch.ones(2, 6)).sum().backward()
     net.head.bias.requires_grad_(True)
@@ -219,24 +178,24 @@ def test_what_is_unfrozen_later_is_named_then(rank: int, world_size: int) -> Non
 @on_threads(2)
 def test_ties_of_after_sharding_train_as_in_one_process(rank: int, world_size: int) -> None:
     for trained in (False, True):
-        net, whole = _sharded(), _Net()
+        net, whole = twins(Net)
         if trained:
-            _train(net, whole, rank, world_size)
+            train_alike(net, whole, rank, world_size, steps=2)
         for each in (net, whole):
-            each.blocks[0][0].weight = each.head.weight
-        _train(net, whole, rank, world_size)
+            each.blocks[0].up.weight = each.blocks[2].up.weight
+        train_alike(net, whole, rank, world_size, steps=2)
 
 
 @on_threads(2)
 def test_a_parameter_that_is_taken_away_is_named(rank: int, world_size: int) -> None:
-    def parametrize(net: _Net) -> None:
+    def parametrize(net: Net) -> None:
         nn.utils.parametrizations.weight_norm(net.head)
 
-    def delete(net: _Net) -> None:
+    def delete(net: Net) -> None:
         del net.head.weight
 
     for take in (parametrize, delete):
-        net = _sharded()
+        net = sharded_net()
         take(net)
         with pytest.raises(MisuseError, match=r"head\.weight.*was deleted.*before fully_shard"):
             net(torch.ones(2, 6))
@@ -244,7 +203,7 @@ def test_a_parameter_that_is_taken_away_is_named(rank: int, world_size: int) -> 
 
 @on_threads(2)
 def test_a_model_is_searched_only_after_a_change(rank: int, world_size: int) -> None:
-    class Recurrent(_Net):
+    class Recurrent(Net):
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.LSTM(6, 3)  # is given full parameters by setattr

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has made ``DTensor``s are sharded on top of it."""
+"""``dp_mesh_dims``: parameters that are ``DTensor``s on one mesh are sharded on top of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise import DataParallelMeshDims, FSDPModule
 from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     assert_same_gradients,
@@ -35,37 +34,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def _tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
-    for block in net.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh, plan)
-
-
-@on_threads(4)
-def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    net = seeded(Net)
-    _tensor_parallel(net, mesh["tp"])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(net, mesh=mesh["dp"], mp_policy=policy)
-    net.set_requires_gradient_sync(False)
-    x = batches(2)[mesh["dp"].get_local_rank()]
-    loss_of(net, x).backward()
-    net.set_requires_gradient_sync(True)
-    loss_of(net, x).backward()
-    whole = seeded(Net)
-    for _ in range(2):
-        average_backward(whole, batches(2))
-    for name, param in net.named_parameters():
-        grad = param.grad
-        assert grad is not None and grad.dtype == torch.float32, name
-        wanted = dict(whole.named_parameters())[name].grad
-        torch.testing.assert_close(grad.full_tensor(), wanted, atol=0.05, rtol=0.05)
-
-
-# -- dp_mesh_dims: all parameters on one mesh --------------------------------------------------
 
 
 @pytest.mark.parametrize(

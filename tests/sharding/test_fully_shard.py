@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -14,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import shardwise
-from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from shardwise import FSDPModule, fully_shard
 from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.state import gather_in_order, state_of
 from tests.sharding.nets import Block, Net, group_of, sharded_net
@@ -60,35 +58,6 @@ def test_parameters_become_dtensors_under_their_names(rank: int, world_size: int
     assert isinstance(net.blocks[0], Block)
     assert not isinstance(net.head, FSDPModule)
     assert fully_shard.state(net) is state_of(net)  # type: ignore[attr-defined]
-
-
-@on_threads(2)
-def test_a_group_is_whole_only_while_it_computes(rank: int, world_size: int) -> None:
-    net = sharded_net()
-    block = net.blocks[0]
-    seen: dict[str, list[str]] = {}
-
-    def note(name: str) -> None:
-        seen[name] = [group_of(b).state.value for b in net.blocks]  # type: ignore[union-attr]
-
-    for index, each in enumerate(net.blocks):
-        each.up.register_forward_hook(lambda *_, i=index: note(f"forward {i}"))
-    for _ in range(2):
-        output = net(torch.ones(2, 6))
-        note("after forward")
-        assert isinstance(net.head.weight, nn.Parameter)
-        assert not isinstance(net.head.weight, DTensor), "the root stays unsharded"
-        output.sum().backward()
-        note("after backward")
-        assert isinstance(net.head.weight, DTensor)
-        assert seen["forward 1"] == ["sharded", "unsharded", "sharded"]
-        assert seen["after forward"] == ["sharded"] * 3
-        assert seen["after backward"] == ["sharded"] * 3
-
-    grad = block.up.weight.grad
-    assert isinstance(grad, DTensor)
-    assert grad.placements == (Shard(0),)
-    assert grad.dtype == torch.float32
 
 
 @on_processes(2, env={"SHARDWISE_TRANSPORT": "c10d"})
@@ -198,72 +167,6 @@ def test_wrong_use_says_what_to_do(rank: int, world_size: int) -> None:
     nested.blocks[0](torch.ones(1, 6))
     message = _raises(RuntimeError, lambda: nested(torch.ones(1, 6)))
     assert "blocks.0 has already run" in message
-
-
-# -- mixed precision ---------------------------------------------------------------------------
-
-
-@on_threads(2)
-def test_compute_in_bfloat16_update_in_float32(rank: int, world_size: int) -> None:
-    inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    net = Net()
-    for block in net.blocks:
-        fully_shard(block, mp_policy=inner)
-    fully_shard(net, mp_policy=dataclasses.replace(inner, output_dtype=torch.float32))
-    seen: list[torch.dtype] = []
-    net.blocks[0].up.register_forward_hook(
-        lambda module, args, output: seen.extend([args[0].dtype, module.weight.dtype, output.dtype])
-    )
-    output = net(torch.ones(2, 6))
-    assert output.dtype == torch.float32
-    output.sum().backward()
-    assert seen == [torch.bfloat16] * 3
-    for name, param in net.named_parameters():
-        assert param.dtype == torch.float32, name
-        assert param.grad is not None and param.grad.dtype == torch.float32, name
-
-
-def test_public_names_are_torchs_own_where_torch_has_them() -> None:
-    assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
-    assert shardwise.CPUOffloadPolicy is torch.distributed.fsdp.CPUOffloadPolicy
-    assert shardwise.OffloadPolicy is torch.distributed.fsdp.OffloadPolicy
-
-
-# -- several forwards, several backwards -------------------------------------------------------
-
-
-@on_threads(2)
-def test_several_forwards_before_backward_and_backward_twice(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    reference = Net()
-    net = sharded_net()
-    x = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1))
-
-    def losses(model: nn.Module) -> list[torch.Tensor]:
-        return [model(part).square().mean() for part in x]
-
-    for model in (net, reference):
-        first, second, third = losses(model)
-        (first + second).backward()
-        third.backward(retain_graph=True)
-        third.backward()
-    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert param.grad is not None, name
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
-    assert isinstance(net.head.weight, DTensor)
-
-
-@on_threads(2)
-def test_the_input_of_the_root_gets_its_gradient(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    reference = Net()
-    net = sharded_net()
-    grads = []
-    for model in (net, reference):
-        x = torch.ones(2, 6, requires_grad=True)
-        model(x).square().mean().backward()
-        grads.append(x.grad)
-    assert torch.equal(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("kept", [True, False])

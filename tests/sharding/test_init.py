@@ -2,76 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
+from tests.corpus.models import Tied
 from tests.worlds import Ranks, on_threads
-
-
-class Tied(nn.Module):
-    """Embedding and head share their weight; a norm has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.block = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 6))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(self.embed(tokens)))
-
-
-def _normal(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight)
-        if getattr(module, "bias", None) is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.BatchNorm1d):
-        module.reset_parameters()
-
-
-def _whole(init: Callable[[nn.Module], None] | None) -> Tied:
-    with torch.device("meta"):
-        model = Tied()
-    model.to_empty(device="cpu")
-    model.head.weight = model.embed.weight  # torch's to_empty() unties
-    torch.manual_seed(3)
-
-    def reset(module: nn.Module) -> None:
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-    return model.apply(init or reset)
-
-
-@pytest.mark.parametrize("custom", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_threads()
-def test_values_are_those_of_the_unsharded_model(rank: int, world_size: int, custom: bool) -> None:
-    init = _normal if custom else None
-    reference = _whole(init)
-    with torch.device("meta"):
-        model = Tied()
-    fully_shard(model.block)
-    fully_shard(model)
-    torch.manual_seed(3)
-    assert materialize(model, init=init) is model
-
-    assert model.head.weight is model.embed.weight
-    for name, whole in reference.state_dict().items():
-        value = model.state_dict()[name]
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        assert value.device.type == "cpu", name
-        assert torch.equal(value, whole), name
-    tokens = torch.arange(8) % 11
-    assert torch.equal(model(tokens), reference(tokens))
 
 
 def _bounded(rank: int, world_size: int) -> int:
@@ -94,21 +32,6 @@ def _bounded(rank: int, world_size: int) -> int:
 
 def test_one_module_at_a_time_is_whole(threads: Ranks) -> None:
     assert threads(_bounded, 2) == [1600, 1600]
-
-
-@on_threads(2)
-def test_to_empty_and_init_on_dtensors_works_too(rank: int, world_size: int) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
-    fully_shard(model[0])
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    for param in model.parameters():
-        nn.init.constant_(param, 0.5)
-    output = model(torch.ones(2, 4))
-    assert torch.equal(output, torch.full((2, 4), (4 * 0.5 + 0.5) * 0.5 * 7 + 0.5))
-    output.sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
 
 
 class _Bare(nn.Module):
@@ -195,6 +118,6 @@ def _after(reference: nn.Module) -> torch.Generator:
 def test_tensors_that_are_not_sharded_stay_tied() -> None:
     with torch.device("meta"):
         model = Tied()
-    materialize(model)
-    assert model.head.weight is model.embed.weight
-    assert not model.head.weight.is_meta
+    assert materialize(model) is model
+    assert model.last.weight is model.first.weight
+    assert not model.last.weight.is_meta

@@ -161,13 +161,10 @@ class _Passes(Block):
 
 @pytest.mark.usefixtures("without_collection")
 @pytest.mark.parametrize("kind", [Block, _Caches, _Raises, _Passes])
+@on_threads(1)
 def test_a_graph_without_backward_is_freed_with_its_outputs(
-    threads: Ranks, kind: type[nn.Module]
+    rank: int, world_size: int, kind: type[nn.Module]
 ) -> None:
-    threads(_is_freed, 1, kind)
-
-
-def _is_freed(rank: int, world_size: int, kind: type[nn.Module]) -> None:
     blocks = [fully_shard(seeded(kind)) for _ in range(3)]
     x = torch.ones(2, WIDTH, requires_grad=True) * 1
     inputs = weakref.ref(x)

@@ -79,10 +79,12 @@ def test_a_bool_takes_the_place_of_an_int(rank: int, world_size: int, between: b
     if between:
         assert _states(net) == [SHARDED] * 3
         loss.backward()
-    loss = loss_of(net, x[rank])
-    assert _states(net) == [SHARDED] * 3
-    loss.backward()
-    for _ in range(2):
+    for reshards in (True, False):
+        net.set_reshard_after_forward(reshards)
+        loss = loss_of(net, x[rank])
+        assert _states(net) == [SHARDED if reshards else UNSHARDED] * 3
+        loss.backward()
+    for _ in range(3):
         average_backward(whole, x)
     assert_same_gradients(net, whole)
 

@@ -114,6 +114,23 @@ def _assigned(model: nn.Module, x: torch.Tensor) -> None:
 STEPS = [_both, _both_later, _before, _after, _alone, _assigned]
 
 
+def _assert_same_steps(model: nn.Module, whole: nn.Module, rank: int, ranks: int) -> None:
+    """Take all kinds of steps with both, of which the first sees the rows of one rank."""
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, whole)]
+    x = torch.randn(ranks, 3, 4, generator=torch.Generator().manual_seed(1))
+    for step in STEPS:
+        step(model, x[rank])
+        step(whole, x.flatten(0, 1))
+        _assert_same(model, whole)
+        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, whole)]
+        torch.testing.assert_close(*norms)
+        _assert_same(model, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step is not _before)
+        _assert_same(model, whole)
+
+
 def _train(
     rank: int, world_size: int, shape: tuple[int, ...], dim: int, reshards: bool | int = True
 ) -> None:
@@ -126,19 +143,7 @@ def _train(
         reshard_after_forward=reshards,
         shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)) if p.ndim else None,
     )
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, whole)]
-    x = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(1))
-    for step in STEPS:
-        step(model, x[rank])
-        step(whole, x.flatten(0, 1))
-        _assert_same(model, whole)
-        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, whole)]
-        torch.testing.assert_close(*norms)
-        _assert_same(model, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step is not _before)
-        _assert_same(model, whole)
+    _assert_same_steps(model, whole, rank, world_size)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +170,7 @@ def test_with_tensor_parallelism(rank: int, world_size: int) -> None:
     model = copy.deepcopy(whole)
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
     _sharded(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
-    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
-    for step in STEPS:
-        step(model, x[mesh.get_local_rank("dp")])
-        step(whole, x.flatten(0, 1))
-        _assert_same(model, whole)
-        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, whole)]
-        torch.testing.assert_close(*norms)
-        _assert_same(model, whole)
-        model.zero_grad()
-        whole.zero_grad()
+    _assert_same_steps(model, whole, mesh.get_local_rank("dp"), 2)
 
 
 class _Tied(nn.Module):

@@ -31,38 +31,21 @@ WORLD_SIZE = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What to shard, with what, which error that is, what it says, and what holds meanwhile."""
+    """What to shard, which error that is, what it says, with what, and what holds meanwhile."""
 
     target: Any
-    kwargs: dict[str, Any]
     kind: type[BaseException]
     says: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
     meanwhile: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
-def _whole_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (WORLD_SIZE,))
+def _two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _two_by_two(first: str = "dp", second: str = "tp") -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=(first, second))
-
-
-def _on(mesh: DeviceMesh, *placements: Sequence[Any]) -> nn.Module:
-    """A module with one ``DTensor`` parameter for each list of placements."""
-    net = nn.Module()
-    net.forward = lambda x: x
-    for i, each in enumerate(placements):
-        whole = torch.arange(16.0).view(4, 4)
-        net.register_parameter(f"p{i}", nn.Parameter(distribute_tensor(whole, mesh, list(each))))
-    return net
-
-
-def _own_mesh_for(name: str, net: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """A ``shard_placement_fn`` that gives one parameter another mesh."""
-    chosen = net.get_parameter(name)
-    info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return lambda param: ShardPlacementResult(None, info) if param is chosen else None
+def _layer() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
 class _Uncuttable(torch.Tensor):
@@ -83,73 +66,31 @@ class _Final(nn.Linear):
 # -- wrong modules -----------------------------------------------------------------------------
 
 
-def _sharded_already() -> Case:
-    return Case(
-        [nn.Linear(4, 4), fully_shard(nn.Linear(4, 4))], {}, ValueError, "already been applied"
-    )
-
-
-def _replicated_already() -> Case:
+def _replicated() -> nn.Module:
     from torch.distributed._composable.replicate import replicate
 
-    other = replicate(nn.Linear(4, 4))
-    return Case([nn.Linear(4, 4), other], {}, ValueError, r"torch's replicate\(\)")
+    return replicate(_layer())
 
 
-def _no_subclasses() -> Case:
-    return Case([nn.Linear(4, 4), _Final(4, 4)], {}, TypeError, "nobody inherits")
-
-
-def _container() -> Case:
-    return Case(nn.ModuleList([nn.Linear(4, 4)]), {}, ValueError, "no forward of its own")
-
-
-def _scripted() -> Case:
+def _scripted() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inner = torch.jit.script(nn.Linear(4, 4))
-    net = nn.Sequential(nn.Linear(4, 4), inner)
-    return Case(net, {}, ValueError, r"1\.weight on rank \d.*compiled by torch\.jit")
+        return torch.jit.script(_layer())
 
 
-def _scripted_itself() -> Case:
-    return Case(_scripted().target[1], {}, ValueError, "compiled by torch.jit")
-
-
-def _outside_in() -> Case:
-    net = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    return Case([nn.Linear(4, 4), net[1]], {}, ValueError, "Apply fully_shard from the inside out")
-
-
-def _lazy() -> Case:
-    net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
-    return Case(net, {}, ValueError, r"1\.weight on rank \d: found a parameter of a lazy module")
-
-
-def _half_an_extension() -> Case:
-    return Case(Half(OnlyOne, 4), {}, ValueError, "has only one of")
-
-
-def _that_cannot_be_cut() -> Case:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def _that_cannot_be_cut() -> nn.Module:
+    net = nn.Sequential(_layer(), _layer())
     net[1].weight = nn.Parameter(torch.ones(4, 4).as_subclass(_Uncuttable))
-    return Case(net, {}, ArithmeticError, "no copies")
+    return net
+
+
+def _with_gradients_of_another_dtype() -> nn.Module:
+    net = seeded(Net)
+    net.head.bias.grad_dtype = torch.bfloat16
+    return net
 
 
 # -- wrong arguments ---------------------------------------------------------------------------
-
-
-def _cube() -> Case:
-    mesh = init_device_mesh("cpu", (1, 1, WORLD_SIZE))
-    return Case(seeded(Net), {"mesh": mesh}, ValueError, "found 3 dimensions")
-
-
-def _pigeon() -> Case:
-    return Case(seeded(Net), {"transport": "pigeon"}, ValueError, "one of auto")
-
-
-def _no_policy() -> Case:
-    return Case(seeded(Net), {"mp_policy": None}, TypeError, "expected a MixedPrecisionPolicy")
 
 
 @dataclass(frozen=True)
@@ -159,74 +100,41 @@ class _LaterPolicy(MixedPrecisionPolicy):
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
 
-def _a_third_dtype_for_single_parameters() -> Case:
-    policy = _LaterPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
-    says = "param_dtype_override_fn returned torch.float16, expected None, the param_dtype"
-    return Case(seeded(Net), {"mp_policy": policy}, ValueError, says)
-
-
-def _gradients_of_another_dtype() -> Case:
-    net = seeded(Net)
-    net.head.bias.grad_dtype = torch.bfloat16
-    return Case(net, {}, NotImplementedError, r"head\.bias on rank \d.*reduce_dtype")
-
-
-def _no_factor() -> Case:
-    return Case(seeded(Net), {"reshard_after_forward": 3}, ValueError, "factor of the 4 ranks")
-
-
 def _no_factor_of_its_own_mesh() -> Case:
     net = seeded(Net)
-    mesh = _two_by_two()["tp"]
-    place = _own_mesh_for("head.bias", net, mesh)
-    kwargs = {"shard_placement_fn": place, "reshard_after_forward": 4}
-    return Case(net, kwargs, ValueError, r"factor of the 2 ranks that head\.bias, which")
-
-
-def _warned_where_warnings_are_errors() -> Case:
-    net = seeded(Net)
-    return Case(net, {"reshard_after_forward": 1}, UserWarning, "keeps full parameters")
+    info = FSDPMeshInfo(_two_by_two()["tp"], shard_mesh_dim=0)
+    kwargs = {**_last_is_placed(net, ShardPlacementResult(None, info)), "reshard_after_forward": 4}
+    return Case(net, ValueError, r"factor of the 2 ranks that head\.bias, which", kwargs)
 
 
 def _keeps_a_dtensor() -> Case:
-    mesh = _two_by_two()
-    net = seeded(Net)
+    net, mesh = seeded(Net), _two_by_two()
     cut = distribute_tensor(net.head.weight.detach(), mesh["tp"], [Replicate()])
     net.head.weight = nn.Parameter(cut)
     kwargs = {"mesh": mesh["dp"], "reshard_after_forward": 2}
     # Two of two ranks is all of them: nothing is kept.
-    fully_shard(nn.Linear(4, 4), **kwargs)
+    fully_shard(_layer(), **kwargs)
     cube = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     cut = distribute_tensor(net.head.weight.full_tensor().detach(), cube["tp"], [Replicate()])
     net.head.weight = nn.Parameter(cut)
     kwargs["mesh"] = cube["dp"]
-    return Case(net, kwargs, NotImplementedError, r"head\.weight on rank \d: an integer")
-
-
-def _keeps_an_extension() -> Case:
-    net = Half(Halved, 4)
-    return Case(
-        net, {"reshard_after_forward": 2}, NotImplementedError, r"first\.weight on rank \d: an"
-    )
-
-
-def _raising(kind: type[BaseException], says: str) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise kind(says)
-
-    return fail
+    return Case(net, NotImplementedError, r"head\.weight on rank \d: an integer", kwargs)
 
 
 def _no_groups_to_keep_in() -> Case:
-    without = patch.object(DataMesh, "of_groups_of", _raising(ConnectionError, "no groups today"))
-    kwargs = {"reshard_after_forward": 2}
-    return Case(seeded(Net), kwargs, ConnectionError, "no groups today", without)
+    def fail(*_: Any) -> Any:
+        raise ConnectionError("no groups today")
+
+    without = patch.object(DataMesh, "of_groups_of", fail)
+    return Case(
+        seeded(Net), ConnectionError, "no groups today", {"reshard_after_forward": 2}, without
+    )
 
 
 # -- wrong placements --------------------------------------------------------------------------
 
 
-def _last_dimension(net: nn.Module, answer: Any) -> dict[str, Any]:
+def _last_is_placed(net: nn.Module, answer: Any) -> dict[str, Any]:
     """Answer so for the parameter that comes last."""
     last = list(net.parameters())[-1]
 
@@ -238,90 +146,123 @@ def _last_dimension(net: nn.Module, answer: Any) -> dict[str, Any]:
     return {"shard_placement_fn": place}
 
 
-def _no_such_dimension() -> Case:
+def _placed(answer: Any, kind: type[BaseException], says: str) -> Case:
     net = seeded(Net)
-    return Case(net, _last_dimension(net, Shard(2)), ValueError, "expected a dimension")
-
-
-def _no_shard() -> Case:
-    net = seeded(Net)
-    return Case(net, _last_dimension(net, Replicate()), ValueError, r"expected Shard\(dim\)")
-
-
-def _no_answer() -> Case:
-    net = seeded(Net)
-    return Case(net, _last_dimension(net, LookupError("what?")), LookupError, "what")
+    return Case(net, kind, says, _last_is_placed(net, answer))
 
 
 def _tied_over_two_meshes() -> Case:
-    first, second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = _layer(), nn.Sequential(_layer(), _layer())
     second[1].weight = first.weight
-    fully_shard(first, mesh=_whole_mesh())
-    return Case(second, {"mesh": _two_by_two()["dp"]}, ValueError, r"1\.weight is tied to weight")
+    fully_shard(first, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
+    kwargs = {"mesh": _two_by_two()["dp"]}
+    alive = nullcontext(first)  # without it there is no tie
+    return Case(second, ValueError, r"1\.weight is tied to weight", kwargs, alive)
 
 
-def _second_is_cut_over_data_parallel_ranks() -> Case:
-    mesh = _two_by_two()
-    net = _on(mesh, [Replicate(), Shard(0)], [Shard(0), Replicate()])
-    kwargs = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
-    return Case(
-        net, kwargs, ValueError, r"p1 on rank \d: expected Replicate\(\) on the data parallel"
-    )
+def _on(mesh: DeviceMesh, *placements: Sequence[Any]) -> nn.Module:
+    """A module with one ``DTensor`` parameter for each list of placements."""
+    net = nn.Module()
+    net.forward = lambda x: x
+    for i, each in enumerate(placements):
+        whole = torch.arange(16.0).view(4, 4)
+        net.register_parameter(f"p{i}", nn.Parameter(distribute_tensor(whole, mesh, list(each))))
+    return net
 
 
-def _second_is_on_another_mesh() -> Case:
-    mesh = _two_by_two()
-    net = _on(mesh, [Replicate(), Shard(0)])
-    net.p1 = _on(mesh["tp"], [Shard(0)]).p0
-    kwargs = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
-    return Case(net, kwargs, ValueError, r"p1 on rank \d: with dp_mesh_dims, expected every")
-
-
-def _second_is_plain() -> Case:
+def _second(make: Callable[[DeviceMesh], nn.Parameter], says: str) -> Case:
+    """The first parameter is right for a mesh of both dimensions, and the second is wrong."""
     mesh = _two_by_two()
     net = _on(mesh, [Replicate(), Shard(0)])
-    net.p1 = nn.Parameter(torch.ones(4))
+    net.p1 = make(mesh)
     kwargs = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
-    return Case(net, kwargs, ValueError, r"p1 is a plain tensor of shape \(4,\)")
+    return Case(net, ValueError, says, kwargs)
 
 
 def _second_is_cut_over_the_mesh() -> Case:
-    mesh = _two_by_two()
-    net = nn.Sequential(nn.Linear(4, 4), _on(mesh["dp"], [Shard(0)]))
-    return Case(net, {"mesh": mesh["dp"]}, ValueError, "expected meshes that have only this rank")
+    mesh = _two_by_two()["dp"]
+    net = nn.Sequential(_layer(), _on(mesh, [Shard(0)]))
+    return Case(net, ValueError, "expected meshes that have only this rank", {"mesh": mesh})
 
 
-CASES: list[Callable[[], Case]] = [
-    _sharded_already,
-    _replicated_already,
-    _no_subclasses,
-    _container,
-    _scripted,
-    _scripted_itself,
-    _outside_in,
-    _lazy,
-    _half_an_extension,
-    _that_cannot_be_cut,
-    _cube,
-    _pigeon,
-    _no_policy,
-    _a_third_dtype_for_single_parameters,
-    _gradients_of_another_dtype,
-    _no_factor,
-    _no_factor_of_its_own_mesh,
-    _warned_where_warnings_are_errors,
-    _keeps_a_dtensor,
-    _keeps_an_extension,
-    _no_groups_to_keep_in,
-    _no_such_dimension,
-    _no_shard,
-    _no_answer,
-    _tied_over_two_meshes,
-    _second_is_cut_over_data_parallel_ranks,
-    _second_is_on_another_mesh,
-    _second_is_plain,
-    _second_is_cut_over_the_mesh,
-]
+CASES: dict[str, Callable[[], Case]] = {
+    "sharded already": lambda: Case(
+        [_layer(), fully_shard(_layer())], ValueError, "already been applied"
+    ),
+    "replicated": lambda: Case([_layer(), _replicated()], ValueError, r"torch's replicate\(\)"),
+    "no subclasses": lambda: Case([_layer(), _Final(4, 4)], TypeError, "nobody inherits"),
+    "a container": lambda: Case(nn.ModuleList([_layer()]), ValueError, "no forward of its own"),
+    "scripted inside": lambda: Case(
+        nn.Sequential(_layer(), _scripted()),
+        ValueError,
+        r"1\.weight on rank \d.*compiled by torch\.jit",
+    ),
+    "scripted itself": lambda: Case(_scripted(), ValueError, "compiled by torch.jit"),
+    "outside in": lambda: Case(
+        [_layer(), fully_shard(nn.Sequential(_layer(), _layer()))[1]],
+        ValueError,
+        "Apply fully_shard from the inside out",
+    ),
+    "lazy": lambda: Case(
+        nn.Sequential(_layer(), nn.LazyLinear(4)),
+        ValueError,
+        r"1\.weight on rank \d: found a parameter of a lazy module",
+    ),
+    "half an extension": lambda: Case(Half(OnlyOne, 4), ValueError, "has only one of"),
+    "cannot be cut": lambda: Case(_that_cannot_be_cut(), ArithmeticError, "no copies"),
+    "gradients of another dtype": lambda: Case(
+        _with_gradients_of_another_dtype(),
+        NotImplementedError,
+        r"head\.bias on rank \d.*reduce_dtype",
+    ),
+    "a cube": lambda: Case(
+        seeded(Net),
+        ValueError,
+        "found 3 dimensions",
+        {"mesh": init_device_mesh("cpu", (1, 1, WORLD_SIZE))},
+    ),
+    "a pigeon": lambda: Case(seeded(Net), ValueError, "one of auto", {"transport": "pigeon"}),
+    "no policy": lambda: Case(
+        seeded(Net), TypeError, "expected a MixedPrecisionPolicy", {"mp_policy": None}
+    ),
+    "a third dtype for single parameters": lambda: Case(
+        seeded(Net),
+        ValueError,
+        "param_dtype_override_fn returned torch.float16, expected None, the param_dtype",
+        {"mp_policy": _LaterPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.half)},
+    ),
+    "no factor": lambda: Case(
+        seeded(Net), ValueError, "factor of the 4 ranks", {"reshard_after_forward": 3}
+    ),
+    "no factor of its own mesh": _no_factor_of_its_own_mesh,
+    "warned, where warnings are errors": lambda: Case(
+        seeded(Net), UserWarning, "keeps full parameters", {"reshard_after_forward": 1}
+    ),
+    "keeps a DTensor": _keeps_a_dtensor,
+    "keeps an extension": lambda: Case(
+        Half(Halved, 4),
+        NotImplementedError,
+        r"first\.weight on rank \d: an",
+        {"reshard_after_forward": 2},
+    ),
+    "no groups to keep in": _no_groups_to_keep_in,
+    "no such dimension": lambda: _placed(Shard(2), ValueError, "expected a dimension"),
+    "no shard": lambda: _placed(Replicate(), ValueError, r"expected Shard\(dim\)"),
+    "no answer": lambda: _placed(LookupError("what?"), LookupError, "what"),
+    "tied over two meshes": _tied_over_two_meshes,
+    "second is cut over data parallel ranks": lambda: _second(
+        lambda mesh: _on(mesh, [Shard(0), Replicate()]).p0,
+        r"p1 on rank \d: expected Replicate\(\) on the data parallel",
+    ),
+    "second is on another mesh": lambda: _second(
+        lambda mesh: _on(mesh["tp"], [Shard(0)]).p0,
+        r"p1 on rank \d: with dp_mesh_dims, expected every",
+    ),
+    "second is plain": lambda: _second(
+        lambda mesh: nn.Parameter(torch.ones(4)), r"p1 is a plain tensor of shape \(4,\)"
+    ),
+    "second is cut over the mesh": _second_is_cut_over_the_mesh,
+}
 
 
 def _look(modules: Sequence[nn.Module]) -> dict[str, Any]:
@@ -369,11 +310,11 @@ def _refuse(case: Case) -> None:
 def _refuse_all(rank: int, world_size: int) -> dict[str, str]:
     """What was wrong, by case."""
     wrong: dict[str, str] = {}
-    for make in CASES:
+    for name, make in CASES.items():
         try:
             _refuse(make())
         except (AssertionError, pytest.fail.Exception) as error:
-            wrong[make.__name__] = str(error)
+            wrong[name] = str(error)
         dist.barrier()
     return wrong
 
@@ -386,7 +327,7 @@ def test_a_call_that_raises_has_changed_nothing(threads: Ranks) -> None:
 @on_threads(2)
 def test_the_right_call_comes_through_after_wrong_ones(rank: int, world_size: int) -> None:
     net, twin = seeded(Net), fully_shard(seeded(Net))
-    for kwargs in (_last_dimension(net, Shard(2)), {"mp_policy": None}, _last_dimension(net, 1)):
+    for kwargs in (_last_is_placed(net, Shard(2)), {"mp_policy": None}, _last_is_placed(net, 1)):
         with pytest.raises((ValueError, TypeError)):
             fully_shard(net, **kwargs)
     fully_shard(net)

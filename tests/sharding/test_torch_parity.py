@@ -21,7 +21,6 @@ from tests.sharding.nets import (
     WIDTH,
     Block,
     Net,
-    assert_same_gradients,
     average_backward,
     batches,
     check_backward,
@@ -60,62 +59,6 @@ def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(
 
 
 # -- several modules as one group --------------------------------------------------------------
-
-
-class _WithHead(nn.Module):
-    """A body, and a norm and a head of which forward may leave out the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: torch.Tensor, *, skip_head: bool = False) -> torch.Tensor:
-        hidden: torch.Tensor = self.norm(self.body(x))
-        return hidden if skip_head else self.head(hidden)
-
-
-def _backward_by_chunks(model: nn.Module, x: torch.Tensor) -> Iterator[None]:
-    """The head and its backward on one chunk of rows after the other; then the rest."""
-    hidden = model(x, skip_head=True)
-    grads = []
-    for rows in hidden.detach().chunk(2):
-        chunk = rows.clone().requires_grad_()
-        model.head(chunk).square().sum().backward()
-        grads.append(chunk.grad)
-        yield
-    hidden.backward(torch.cat(cast(list[torch.Tensor], grads)))
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@on_threads(2)
-def test_one_module_of_a_group_may_run_again_and_again_by_itself(
-    rank: int, world_size: int, reshard: bool
-) -> None:
-    """Its gradients are there after each backward, and all of them count."""
-    model, whole = seeded(_WithHead), seeded(_WithHead)
-    fully_shard(model.body, reshard_after_forward=reshard)
-    fully_shard([model.norm, model.head], reshard_after_forward=reshard)
-    fully_shard(model)
-    for step in range(2):
-        x = batches(world_size, step, rows=4)
-        for other in range(world_size):
-            for _ in _backward_by_chunks(whole, x[other] + 0.0):
-                pass
-        for param in whole.parameters():
-            assert param.grad is not None
-            param.grad /= world_size
-        before = torch.zeros(5)
-        for _ in _backward_by_chunks(model, x[rank]):
-            grad = cast(DTensor, model.head.bias.grad).full_tensor()
-            assert not torch.equal(grad, before), "the chunk has not reached the gradient"
-            before = grad
-            on_body = isinstance(model.body.weight, DTensor)
-            assert on_body is reshard, "another group was disturbed"
-        assert_same_gradients(model, whole)
-        model.zero_grad()
-        whole.zero_grad()
 
 
 class _StemThenBlocks(nn.Module):

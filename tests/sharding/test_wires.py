@@ -244,35 +244,6 @@ def test_with_bf16_parameters(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in nets[2].parameters())
 
 
-def _unused(rank: int, world_size: int) -> None:
-    """What was lost belongs to its parameter, whichever others get a gradient in a step."""
-    net: Any = fully_shard(seeded(Pair), transport="c10d", wire=FEEDBACK)
-    whole: Any = seeded(Pair)
-    for step in range(12):
-        x = batches(world_size, step)
-        for model in (net, whole):
-            model.uses_both = step % 2 == 0
-            model.zero_grad()
-        run_backward(net, whole, x, rank)
-        _assert_near(net, whole, 0.03)
-
-
-class Pair(nn.Module):
-    """Two layers of different sizes, of which the first may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes = nn.Linear(6, 300)
-        self.back = nn.Linear(300, 6)
-        self.always = nn.Linear(6, 6)
-        self.uses_both = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.uses_both:
-            x = x + 100 * self.back(self.sometimes(x))
-        return self.always(x)
-
-
 @on_threads(2)
 def test_a_copy_of_a_model_has_errors_of_its_own(rank: int, world_size: int) -> None:
     net = sharded_net(transport="c10d", wire=FEEDBACK)

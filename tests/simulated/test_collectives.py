@@ -119,12 +119,3 @@ def test_results_are_those_of_processes(world_size: int) -> None:
             torch.testing.assert_close(
                 found[rank][name], value, rtol=0, atol=0, msg=f"{name} on rank {rank}"
             )
-
-
-def test_averages_are_sums_divided() -> None:
-    def each() -> torch.Tensor:
-        value = torch.tensor([1.0, 2.0]) * (dist.get_rank() + 1)
-        dist.all_reduce(value, dist.ReduceOp.AVG)
-        return value
-
-    assert shardwise.simulate(each, 2)[1].value.tolist() == [1.5, 3.0]

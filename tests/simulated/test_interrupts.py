@@ -24,7 +24,7 @@ def _of_process() -> tuple[Any, ...]:
     world_of_torch: Any = dist.distributed_c10d
     return (
         *(carrier.carrier(), observe.watchers(), sys.stdout, sys.excepthook),
-        *(dist.init_process_group, world_of_torch._world),
+        *(dist.init_process_group, world_of_torch._world, dist.is_initialized()),
     )
 
 

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.streams.clocks import Clock, Timeline
-from tests.streams.memory import Access, Block, CachingAllocator, Kind, Place, Race
+from tests.streams.memory import Access, Block, Kind, Place, Pool, Race
 
 #: The type of the device.
 NAME = "modeled"
@@ -190,9 +190,9 @@ class Device:
         self._main = Timeline("host")
         self._names: dict[str, int] = {}
         self._blocks: dict[int, Block] = {}
-        self._pools: dict[str, CachingAllocator] = {}
+        self._pools: dict[str, Pool] = {}
         self._freed: dict[str, list[Block]] = {}
-        self._host_addresses = CachingAllocator(1 << 60)
+        self._host_memory = Pool(1 << 60)
         self._seen: set[object] = set()
         # The streams entered by ``with``, and whether a node of autograd was running then.
         self._entered: list[tuple[Stream, bool]] = []
@@ -292,7 +292,7 @@ class Device:
     @property
     def reserved(self) -> int:
         """The bytes that the caching allocator has taken from the device. They only grow here."""
-        return sum(pool.reserved for pool in self._pools.values())
+        return sum(pool.allocator.reserved for pool in self._pools.values())
 
     def reset_peak(self) -> None:
         """Begin to look for the peak anew."""
@@ -320,33 +320,28 @@ class Device:
         where, nbytes = site(), storage.size()
         if device.type == "cpu":
             place = Place.PINNED if pin_memory else Place.PAGEABLE
-            owner = self.host.name
-            address = self._host_addresses.allocate(nbytes)
+            owner, pool = self.host.name, self._host_memory
         else:
             place, stream = Place.DEVICE, self.current
             owner = stream.name
             self._reuse(stream, nbytes, where)
-            pool = self._pools.get(owner)
-            if pool is None:
-                base = (len(self._pools) + 1) << 50
-                pool = self._pools[owner] = CachingAllocator(base)
-            address = pool.allocate(nbytes)
-            self.allocated += pool.size_at(address)
+            pool = self._pools.setdefault(owner, Pool((len(self._pools) + 1) << 50))
+        part = pool.allocator.allocate(nbytes)
+        block = Block(_weak(storage), place, owner, nbytes, where, pool, part)
+        if place is Place.DEVICE:
+            self.allocated += block.taken
             self.peak = max(self.peak, self.allocated)
-        block = Block(_weak(storage), place, owner, nbytes, where, address)
         self._blocks[storage._cdata] = block
         return block
 
     def free(self, key: int) -> None:
         """Take the memory of a storage back."""
         block = self._blocks.pop(key)
+        block.free()
         if block.place is Place.DEVICE:
-            pool = self._pools[block.owner]
-            self.allocated -= pool.size_at(block.address)
-            pool.free(block.address)
+            self.allocated -= block.taken
             self._freed.setdefault(block.owner, []).append(block)
             return
-        self._host_addresses.free(block.address)
         if block.place is Place.PAGEABLE:
             host = self.host
             now = Access(Kind.FREE, host.tick(), "the host", site())

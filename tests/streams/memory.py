@@ -1,33 +1,22 @@
-"""Memory: blocks and who accessed them; the caching allocator of a device.
+"""Memory: blocks and who accessed them.
 
 The caching allocator keeps a pool for each stream. A block belongs to the stream that was current
 when it was allocated. When it is freed, the allocator may hand it out on that stream at once, since
 what is launched later on a stream runs later. It knows nothing of other streams, unless
 ``record_stream`` told it. Then it waits until they are done.
 
-The sizes are those of CUDA's caching allocator, in its default configuration: blocks are rounded to
-512 bytes; requests of up to 1 MiB are served from segments of 2 MiB, others of less than 10 MiB
-from segments of 20 MiB, and larger ones from segments of their own, rounded to 2 MiB.
+Sizes and addresses are those of the allocator that plans reckon with.
 """
 
 from __future__ import annotations
 
 import enum
-from bisect import insort
 from dataclasses import dataclass, field
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.insight.planning.memory import CachingAllocator, SegmentPart
 from tests.streams.clocks import Moment
-
-KIB = 1024
-MIB = 1024 * KIB
-ROUNDING = 512
-SMALL = 1 * MIB
-SMALL_SEGMENT = 2 * MIB
-LARGE = 10 * MIB
-LARGE_SEGMENT = 20 * MIB
-LARGE_ROUNDING = 2 * MIB
 
 
 class Place(enum.Enum):
@@ -93,6 +82,19 @@ class Race:
 
 
 @dataclass
+class Pool:
+    """Memory of one stream, or of the host.
+
+    Attributes:
+        base: the first address.
+        allocator: what gives parts of it to storages.
+    """
+
+    base: int
+    allocator: CachingAllocator = field(default_factory=CachingAllocator)
+
+
+@dataclass
 class Block:
     """Memory between one allocation and its end.
 
@@ -102,7 +104,8 @@ class Block:
         owner: the timeline on which it was allocated, and may be handed out again.
         nbytes: its size.
         site: where in the program it was allocated.
-        address: where it begins.
+        pool: what it was taken from.
+        part: the part of the pool that it is.
         last: the last read and the last write on each timeline.
         has_values: whether anything has been written to it.
         recorded: streams that ``record_stream`` named. The allocator waits for them.
@@ -113,10 +116,25 @@ class Block:
     owner: str
     nbytes: int
     site: tuple[str, ...]
-    address: int
+    pool: Pool
+    part: SegmentPart
     last: dict[tuple[Kind, str], Access] = field(default_factory=dict)
     has_values: bool = False
     recorded: set[str] = field(default_factory=set)
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.pool.base + self.part.address
+
+    @property
+    def taken(self) -> int:
+        """How many bytes it takes: its size, rounded."""
+        return self.part.nbytes
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.pool.allocator.free(self.part)
 
     @property
     def is_gone(self) -> bool:
@@ -134,88 +152,3 @@ class Block:
     def __str__(self) -> str:
         where = " < ".join(self.site) or "autograd"
         return f"{self.nbytes} bytes of {self.place.value}, allocated on {self.owner} at {where}"
-
-
-@dataclass(order=True)
-class _Chunk:
-    """A part of a segment: free, or one block."""
-
-    nbytes: int
-    address: int
-    segment: int = field(compare=False)
-    is_small: bool = field(compare=False)
-
-
-class CachingAllocator:
-    """The addresses and sizes of the blocks of one stream.
-
-    Args:
-        base: the first address.
-
-    Attributes:
-        reserved: the bytes of all segments.
-    """
-
-    def __init__(self, base: int) -> None:
-        self.reserved = 0
-        self._next = base
-        self._segments = 0
-        self._free: list[_Chunk] = []
-        self._used: dict[int, _Chunk] = {}
-
-    def allocate(self, nbytes: int) -> int:
-        """Find a chunk: the smallest free one that fits, or a part of a new segment.
-
-        Returns:
-            The address.
-        """
-        rounded = round_up(max(nbytes, 1), ROUNDING)
-        small = rounded <= SMALL
-        chunk = next(
-            (c for c in self._free if c.is_small is small and c.nbytes >= rounded), None
-        ) or self._new_segment(rounded)
-        self._free.remove(chunk)
-        rest = chunk.nbytes - rounded
-        if rest >= ROUNDING and (small or rest > SMALL):
-            insort(self._free, _Chunk(rest, chunk.address + rounded, chunk.segment, chunk.is_small))
-            chunk.nbytes = rounded
-        self._used[chunk.address] = chunk
-        return chunk.address
-
-    def size_at(self, address: int) -> int:
-        """The bytes that the block at ``address`` takes."""
-        return self._used[address].nbytes
-
-    def free(self, address: int) -> None:
-        """Take a chunk back, and merge it with free neighbors."""
-        chunk = self._used.pop(address)
-        for other in list(self._free):
-            if other.segment != chunk.segment:
-                continue
-            if other.address + other.nbytes == chunk.address:
-                self._free.remove(other)
-                chunk.address, chunk.nbytes = other.address, other.nbytes + chunk.nbytes
-            elif chunk.address + chunk.nbytes == other.address:
-                self._free.remove(other)
-                chunk.nbytes += other.nbytes
-        insort(self._free, chunk)
-
-    def _new_segment(self, nbytes: int) -> _Chunk:
-        small = nbytes <= SMALL
-        if small:
-            size = SMALL_SEGMENT
-        elif nbytes < LARGE:
-            size = LARGE_SEGMENT
-        else:
-            size = round_up(nbytes, LARGE_ROUNDING)
-        self._segments += 1
-        chunk = _Chunk(size, self._next, self._segments, small)
-        self._next += size
-        self.reserved += size
-        insort(self._free, chunk)
-        return chunk
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The next multiple of ``multiple``."""
-    return -(-number // multiple) * multiple

@@ -269,6 +269,14 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = functools.partial(torch.optim.AdamW, lr=0.1)
 
 
+def steps_of(run: Run, count: int = 3) -> Iterator[int]:
+    """Count training steps, each of which ends with the hooks of the run."""
+    for step in range(count):
+        yield step
+        for hook in run.after_step:
+            hook(step)
+
+
 def train(
     run: Run,
     net: Any,
@@ -279,15 +287,10 @@ def train(
 ) -> Any:
     """Train for some steps."""
     opt = (optimizer or sgd)(net.parameters())
-    for step in range(steps):
-        if backward is None:
-            run_backward(net)
-        else:
-            backward(net)
+    for _ in steps_of(run, steps):
+        (backward or run_backward)(net)
         opt.step()
         opt.zero_grad()
-        for hook in run.after_step:
-            hook(step)
     return opt
 
 
@@ -362,19 +365,15 @@ def _optimizer_in_backward(run: Run, net: Any) -> None:
             opt.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step)
-    for step_number in range(3):
+    for _ in steps_of(run):
         run_backward(net)
-        for hook in run.after_step:
-            hook(step_number)
 
 
 def _step_in_backward(run: Run, net: Any) -> None:
     optimizer = in_backward(net, adamw, max_norm=math.inf)
-    for step_number in range(3):
+    for _ in steps_of(run):
         run_backward(net)
         assert optimizer.grad_norm is not None
-        for hook in run.after_step:
-            hook(step_number)
 
 
 # -- optimizers that know about shards ----------------------------------------------------------
@@ -420,11 +419,9 @@ def muon_in_backward(run: Run) -> None:
     net = shard(run)
     with _small_rounds():
         optimizer = in_backward(net, lambda _: Muon(muon_groups(net), lr=0.1))
-        for step_number in range(3):
+        for _ in steps_of(run):
             run_backward(net)
             optimizer.step()
-            for hook in run.after_step:
-                hook(step_number)
 
 
 # -- states on the host ---------------------------------------------------------------------------
@@ -443,14 +440,12 @@ def offload_states(run: Run) -> None:
         mock.patch.object(optimizer, "_TOGETHER", 1),
     ):
         opt = _states_on_host(net.parameters())
-        for step in range(3):
+        for _ in steps_of(run):
             run_backward(net)
             opt.step()
             opt.zero_grad()
             for state in opt.state_dict()["state"].values():
                 state["exp_avg"].to_local().clone()
-            for hook in run.after_step:
-                hook(step)
 
 
 @scenario()
@@ -458,10 +453,8 @@ def offload_states_in_backward(run: Run) -> None:
     net = shard(run)
     with mock.patch.object(scratch_file, "SMALLEST", 1024):
         in_backward(net, _states_on_host)
-        for step in range(3):
+        for _ in steps_of(run):
             run_backward(net)
-            for hook in run.after_step:
-                hook(step)
 
 
 # -- when things happen -------------------------------------------------------------------------
@@ -545,15 +538,13 @@ def post_optimizer_event(run: Run) -> None:
     net = shard(run)
     side = Stream(name="optimizer")
     opt = sgd(net.parameters())
-    for step in range(3):
+    for _ in steps_of(run):
         run_backward(net)
         side.wait_stream(run.device.current)
         with side:
             opt.step()
             opt.zero_grad(set_to_none=False)
         net.set_post_optim_event(side.record_event())
-        for hook in run.after_step:
-            hook(step)
 
 
 def _with_three_buffers(net: Any) -> Any:
@@ -1217,12 +1208,10 @@ def _diloco(run: Run, streaming: Streaming) -> None:
             streaming=streaming,
             error_feedback=True,
         )
-    for step in range(6):
+    for _ in steps_of(run, 6):
         run_backward(net)
         optimizer.step()
         optimizer.zero_grad()
-        for hook in run.after_step:
-            hook(step)
 
 
 # -- checkpoints --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.streams.clocks import Clock
 from tests.streams.device import NAME, Device, Event, Pageable, Stream, modeled
-from tests.streams.memory import MIB, CachingAllocator
 from tests.streams.process_group import world
 from tests.worlds import Ranks
 
+NUMEL = 1024
 PROGRAMS: dict[str, tuple[Callable[[Device], None], str]] = {}
 
 
@@ -33,7 +34,7 @@ def program(report: str = "") -> Callable[[Callable[[Device], None]], Callable[[
     return listed
 
 
-def ones(numel: int = 1024) -> torch.Tensor:
+def ones(numel: int = NUMEL) -> torch.Tensor:
     return torch.ones(numel, device=NAME)
 
 
@@ -344,19 +345,128 @@ def recomputed_activations(device: Device) -> None:
     loss.backward()
 
 
-def _play(rank: int, world_size: int, name: str) -> list[str]:
-    with world((2,)), modeled(Device()) as device:
-        PROGRAMS[name][0](device)
-        return [str(race) for race in device.races]
+# -- faults that other runtimes have had, in small ----------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
-def test_a_program_is_reported_if_it_races(ranks: Ranks, name: str) -> None:
-    [races] = ranks(_play, 1, name, backend=None)
-    report = PROGRAMS[name][1]
-    assert bool(races) == bool(report), "\n".join(races)
-    assert all(report in race for race in races)
-    assert all("test_device.py:" in race for race in races)
+class Version(enum.Enum):
+    """Which version of a program runs."""
+
+    FAULTY = "faulty"
+    MENDED = "mended"
+
+
+def fault(report: str) -> Callable[[Callable[[Device, Version], None]], None]:
+    """List a program that causes a report, and the same without its fault."""
+
+    def listed(function: Callable[[Device, Version], None]) -> None:
+        for version, its in ((Version.FAULTY, report), (Version.MENDED, "")):
+
+            def run(device: Device, version: Version = version) -> None:
+                function(device, version)
+
+            PROGRAMS[f"{function.__name__}, {version.value}"] = run, its
+
+    return listed
+
+
+def _scatter(full: torch.Tensor) -> torch.Tensor:
+    """Reduce-scatter on the current stream."""
+    out = torch.empty(full.numel() // 2, device=NAME)
+    dist.reduce_scatter_single(out, full)
+    return out
+
+
+@fault("is given the freed memory on reduce")
+def output_freed_while_copied(device: Device, version: Version) -> None:
+    """A reduce-scatter output that is freed on one stream while another copies it to the host."""
+    reduces, copies = Stream(name="reduce"), Stream(name="copy")
+    full = ones()
+    reduces.wait_stream(device.compute)
+    for _ in range(2):
+        with reduces:
+            shard = _scatter(full)
+        copies.wait_stream(reduces)
+        with copies:
+            host = torch.empty(shard.numel(), pin_memory=True)
+            host.copy_(shard, non_blocking=True)
+        if version is Version.MENDED:
+            reduces.wait_stream(copies)  # before it allocates again
+        del shard
+    copies.synchronize()
+
+
+@fault("is given the freed memory on gather")
+def gather_buffer_handed_out(device: Device, version: Version) -> None:
+    """A gather buffer that is handed out again while the other stream still reads it."""
+    gathers = Stream(name="gather")
+    shard = ones(NUMEL // 2)
+    gathers.wait_stream(device.compute)
+    for _ in range(2):
+        if version is Version.MENDED:
+            gathers.wait_stream(device.compute)
+        with gathers:
+            buffer = torch.empty(NUMEL, device=NAME)
+            dist.all_gather_single(buffer, shard)
+        device.compute.wait_stream(gathers)
+        buffer.mul(2)
+        del buffer
+
+
+@fault("is given the freed memory on reduce")
+def gradient_on_wrong_stream(device: Device, version: Version) -> None:
+    """A gradient that is allocated on the stream that reduces, and used on the one that computes.
+
+    Its memory goes back to the stream that reduces, which does not know when it is free.
+    """
+    reduces = Stream(name="reduce")
+    for _ in range(2):
+        if version is Version.MENDED:
+            grad = torch.empty(NUMEL, device=NAME)
+        else:
+            with reduces:
+                grad = torch.empty(NUMEL, device=NAME)
+        grad.fill_(1)
+        grad.mul(2)
+        del grad
+
+
+@fault("reduce-scatter reads on reduce")
+def default_stream_after_backward(device: Device, version: Version) -> None:
+    """A reduction that waits for the default stream, while autograd runs on forward's."""
+    forward, reduces = Stream(name="forward"), Stream(name="reduce")
+    weight = ones().requires_grad_()
+
+    def reduce(parameter: torch.Tensor) -> None:
+        reduces.wait_stream(device.current if version is Version.MENDED else device.compute)
+        assert parameter.grad is not None
+        with reduces:
+            _scatter(parameter.grad)
+        device.current.wait_stream(reduces)
+
+    weight.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
+    forward.wait_stream(device.compute)
+    with forward:
+        loss = (weight * 2).sum()
+    device.compute.wait_stream(forward)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _play(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What each program causes."""
+    races = {}
+    for name, (function, _) in PROGRAMS.items():
+        with world((2,)), modeled(Device()) as device:
+            function(device)
+            races[name] = [str(race) for race in device.races]
+    return races
+
+
+def test_a_program_is_reported_if_it_races(ranks: Ranks) -> None:
+    [found] = ranks(_play, 1, backend=None)
+    for name, (_, report) in PROGRAMS.items():
+        races = found[name]
+        assert bool(races) == bool(report), "\n".join([name, *races])
+        assert all(report in race and "test_device.py:" in race for race in races), name
 
 
 def _report(rank: int, world_size: int) -> str:
@@ -389,27 +499,3 @@ def test_a_clock_knows_what_it_has_joined() -> None:
     second.join(before)
     assert second.knows(moment)
     assert not second.knows(later)
-
-
-def test_blocks_are_rounded_and_segments_are_shared() -> None:
-    allocator = CachingAllocator(0)
-    first, second = allocator.allocate(1), allocator.allocate(513)
-    assert (allocator.size_at(first), allocator.size_at(second)) == (512, 1024)
-    assert second == first + 512
-    assert allocator.reserved == 2 * MIB
-    allocator.allocate(2 * MIB)
-    assert allocator.reserved == 22 * MIB
-    allocator.allocate(11 * MIB)  # fits into what is left of the last segment
-    assert allocator.reserved == 22 * MIB
-    allocator.allocate(11 * MIB)
-    assert allocator.reserved == 34 * MIB
-
-
-def test_freed_neighbors_become_one_block() -> None:
-    allocator = CachingAllocator(0)
-    addresses = [allocator.allocate(MIB // 2) for _ in range(4)]
-    for address in (addresses[0], addresses[2], addresses[1], addresses[3]):
-        allocator.free(address)
-    allocator.allocate(MIB)
-    allocator.allocate(MIB)
-    assert allocator.reserved == 2 * MIB

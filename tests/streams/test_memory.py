@@ -17,11 +17,13 @@ from shardwise.sharding.state import groups_of
 from shardwise.transport import select
 from shardwise.transport.collectives import NcclTransport
 from tests.streams.device import NAME, Device, modeled
-from tests.streams.memory import ROUNDING, SMALL_SEGMENT, round_up
 from tests.streams.process_group import world
 
 WIDTH = 256
 BATCH = 8
+#: Bytes that a tensor and a segment of small tensors take multiples of.
+ROUNDING = 512
+SMALL_SEGMENT = 2 * 2**20
 #: The loss, and its gradient of one; of the groups whose gradients are under way, which gradients
 #: this rank has, and which any rank has.
 SCALARS = 4 * ROUNDING
@@ -31,6 +33,11 @@ SCALARS = 4 * ROUNDING
 HOLES = {(2, 3, torch.float32): SMALL_SEGMENT}
 
 Peaks = list[tuple[int, int]]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple of ``multiple``."""
+    return -(-number // multiple) * multiple
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:

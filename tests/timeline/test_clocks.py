@@ -133,26 +133,22 @@ def test_of_several_answers_the_quickest_counts() -> None:
     assert _asked(5_000, (9_000, 100), (20, 20), (100, 9_000)) == (5_000, 20)
 
 
-def _without_the_first(rank: int, world_size: int) -> Reading | None:
+def _read(rank: int, world_size: int) -> tuple[Reading, Reading | None]:
+    told = _all_told(["same"] * 3)
+    everyone = read_clock(Peers(), told, "meeting")
     told = _all_told(["a", "b", "b"])
     del told[0]  # it is not recorded, and has something else to do
-    found = None if rank == 0 else read_clock(Peers(), told, "meeting")
+    others = None if rank == 0 else read_clock(Peers(), told, "another meeting")
     dist.barrier()
-    return found
+    return everyone, others
 
 
-def test_ranks_can_do_without_rank_0(ranks: Callable[..., list[Any]]) -> None:
-    none, second, third = ranks(_without_the_first, 3)
+def test_ranks_of_one_host_need_not_ask_and_ranks_can_do_without_rank_0(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    everyone, (none, second, third) = zip(*ranks(_read, 3), strict=True)
+    assert [(each.ahead, each.uncertainty) for each in everyone] == [(0, 0)] * 3
+    assert len({each.zero for each in everyone}) == 1
     assert none is None
     assert second.zero == third.zero
     assert (second.ahead, third.ahead) == (0, 0)
-
-
-def _read(rank: int, world_size: int) -> Reading:
-    return read_clock(Peers(), _all_told(["same"] * 3), "meeting")
-
-
-def test_ranks_of_one_host_need_not_ask(ranks: Callable[..., list[Any]]) -> None:
-    readings = ranks(_read, 3)
-    assert [(each.ahead, each.uncertainty) for each in readings] == [(0, 0)] * 3
-    assert len({each.zero for each in readings}) == 1

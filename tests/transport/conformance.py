@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from shardwise.transport.base import Reduce, Transport, Work
+from shardwise.transport.base import Label, Reduce, Transport, Work
 
 # A backend that reduces in its own order may differ by a few roundings.
 TOLERANCE = {
@@ -75,14 +77,10 @@ class Checks:
         """The same without the last bits."""
         return Checks(self.transport, exact=False)
 
-    def all_gather(self, items: Sequence[Item], seed: int) -> AllGather:
-        return AllGather(self, items, seed)
-
-    def reduce_scatter(self, items: Sequence[Item], op: Reduce, seed: int) -> ReduceScatter:
-        return ReduceScatter(self, items, op, seed)
-
-    def all_reduce(self, items: Sequence[Item], op: Reduce, seed: int) -> AllReduce:
-        return AllReduce(self, items, op, seed)
+    def read(self, flight: Flight, pause: float) -> None:
+        """Look at what has arrived, after some seconds."""
+        time.sleep(pause)
+        flight.check()
 
     def gathered(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What every rank gets of a rank's values."""
@@ -116,138 +114,137 @@ class Checks:
         )
 
 
-class AllGather:
-    """An all-gather under way; :meth:`finish` checks it."""
+class Unread(Checks):
+    """Reads nothing of what arrives: ranks stay in step."""
+
+    def read(self, flight: Flight, pause: float) -> None:
+        """Go on."""
+
+
+class Flight:
+    """A collective under way.
+
+    Args:
+        checks: of this rank.
+        items: the tensors of the call.
+        seed: of the data of all ranks.
+    """
 
     def __init__(self, checks: Checks, items: Sequence[Item], seed: int) -> None:
-        self._checks = checks
-        self._items = items
-        world_size = checks.world_size
-        self._values = []
-        for i, item in enumerate(items):
-            rows = checks.draw(item.chunk, item.stored, seed, i)
-            ends = [held(item, rank, world_size) for rank in range(world_size)]
-            self._values.append([row[:end] for row, end in zip(rows, ends, strict=True)])
-        self._shards = [values[checks.rank].clone() for values in self._values]
-        self._buffers = checks.transport.full_buffers(
-            [item.chunk * world_size for item in items],
-            [item.result for item in items],
-            torch.device("cpu"),
-        )
-        self._finished = False
-        self._buffers.allocate()
-        self._work: Work = checks.transport.all_gather(self._shards, self._buffers.tensors)
+        self.checks, self.items, self.seed = checks, items, seed
+        self.label = Label(f"blocks.{seed}")
+        self._work: Work | None = self.start()
 
-    def finish(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        self._work.wait()
-        for i, (item, full) in enumerate(zip(self._items, self._buffers.tensors, strict=True)):
+    def start(self) -> Work:
+        """Make the call."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Compare what has arrived with what should have."""
+        raise NotImplementedError
+
+    def finish(self, pause: float = 0.0) -> None:
+        """Wait, pause for some seconds, and read; only the first time."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self.checks.read(self, pause)
+
+    def drawn(self, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[list[Tensor]]:
+        """For each tensor, the values of each rank."""
+        pairs = zip(numels, dtypes, strict=True)
+        return [self.checks.draw(*pair, self.seed, i) for i, pair in enumerate(pairs)]
+
+
+class AllGather(Flight):
+    """An all-gather under way, into given memory, or into new memory that the transport lends."""
+
+    def __init__(
+        self, checks: Checks, items: Sequence[Item], seed: int, fulls: list[Tensor] | None = None
+    ) -> None:
+        self.fulls = fulls
+        super().__init__(checks, items, seed)
+
+    def start(self) -> Work:
+        """Gather what the tail does not lack."""
+        rank, size = self.checks.rank, self.checks.world_size
+        rows = self.drawn([item.chunk for item in self.items], [i.stored for i in self.items])
+        self._values = [
+            [row[: held(item, rank, size)] for rank, row in enumerate(each)]
+            for item, each in zip(self.items, rows, strict=True)
+        ]
+        if self.fulls is None:
+            numels, dtypes = [i.chunk * size for i in self.items], [i.result for i in self.items]
+            cpu = torch.device("cpu")
+            self._buffers = self.checks.transport.full_buffers(numels, dtypes, cpu)
+            self._buffers.allocate()
+            self.fulls = list(self._buffers.tensors)
+        shards = [values[rank].clone() for values in self._values]
+        return self.checks.transport.all_gather(shards, self.fulls, self.label)
+
+    def check(self) -> None:
+        """Each chunk is its rank's values."""
+        assert self.fulls is not None
+        for i, (item, full) in enumerate(zip(self.items, self.fulls, strict=True)):
             for rank, values in enumerate(self._values[i]):
                 found = full[rank * item.chunk :][: values.numel()]
-                expected = self._checks.gathered(values, item.result)
+                expected = self.checks.gathered(values, item.result)
                 assert torch.equal(found, expected), (
-                    f"chunk {rank} of tensor {i} ({item}) on rank {self._checks.rank} of "
-                    f"{self._checks.world_size}: found {found}, expected {expected}"
+                    f"all-gather {self.seed}, chunk {rank} of tensor {i} ({item}) on rank "
+                    f"{self.checks.rank} of {self.checks.world_size}: found {found}, expected "
+                    f"{expected}"
                 )
 
-    def free(self) -> None:
-        """Free what was gathered into; all ranks do so in the same order."""
-        self._buffers.free()
+
+class ReduceScatter(Flight):
+    """A reduce-scatter under way."""
+
+    def __init__(self, checks: Checks, items: Sequence[Item], seed: int, op: Reduce) -> None:
+        self.op = op
+        super().__init__(checks, items, seed)
+
+    def start(self) -> Work:
+        """Reduce what the tail does not lack."""
+        size = self.checks.world_size
+        numels = [max(0, item.chunk * size - item.missing) for item in self.items]
+        self._values = self.drawn(numels, [item.stored for item in self.items])
+        self._fulls = [values[self.checks.rank].clone() for values in self._values]
+        self._shards = [torch.empty(item.chunk, dtype=item.result) for item in self.items]
+        return self.checks.transport.reduce_scatter(self._fulls, self._shards, self.op, self.label)
+
+    def check(self) -> None:
+        """What this rank has is its part of the sum, and no gradient has changed."""
+        rank = self.checks.rank
+        for i, (item, values) in enumerate(zip(self.items, self._values, strict=True)):
+            assert torch.equal(self._fulls[i], values[rank]), f"full {i} was written"
+            mine = slice(rank * item.chunk, (rank + 1) * item.chunk)
+            expected = self.checks.reduce(values, item.result, self.op)[mine]
+            what = f"reduce-scatter {self.seed}, {self.op.name}, of tensor {i}, {item}"
+            self.checks.compare(self._shards[i][: expected.numel()], expected, what)
 
 
-class ReduceScatter:
-    """A reduce-scatter under way; :meth:`finish` checks it."""
+class AllReduce(ReduceScatter):
+    """An all-reduce under way."""
 
-    def __init__(self, checks: Checks, items: Sequence[Item], op: Reduce, seed: int) -> None:
-        self._checks = checks
-        self._items = items
-        self._op = op
-        self._values = []
-        for i, item in enumerate(items):
-            numel = max(0, item.chunk * checks.world_size - item.missing)
-            self._values.append(checks.draw(numel, item.stored, seed, i))
-        self._fulls = [values[checks.rank].clone() for values in self._values]
-        self._shards = [torch.empty(item.chunk, dtype=item.result) for item in items]
-        self._work: Work = checks.transport.reduce_scatter(self._fulls, self._shards, op)
+    def start(self) -> Work:
+        """Reduce whole chunks."""
+        self._values = self.drawn([i.chunk for i in self.items], [i.result for i in self.items])
+        self._tensors = [values[self.checks.rank].clone() for values in self._values]
+        return self.checks.transport.all_reduce(self._tensors, self.op, self.label)
 
-    def finish(self) -> None:
-        checks = self._checks
-        self._work.wait()
-        for i, (item, values) in enumerate(zip(self._items, self._values, strict=True)):
-            assert torch.equal(self._fulls[i], values[checks.rank]), f"full {i} was written"
-            mine = slice(checks.rank * item.chunk, (checks.rank + 1) * item.chunk)
-            expected = checks.reduce(values, item.result, self._op)[mine]
-            found = self._shards[i][: expected.numel()]
-            checks.compare(found, expected, f"reduce-scatter {self._op.name} of tensor {i}, {item}")
-
-
-class AllReduce:
-    """An all-reduce under way; :meth:`finish` checks it."""
-
-    def __init__(self, checks: Checks, items: Sequence[Item], op: Reduce, seed: int) -> None:
-        self._checks = checks
-        self._items = items
-        self._op = op
-        self._values = [
-            checks.draw(item.chunk, item.result, seed, i) for i, item in enumerate(items)
-        ]
-        self._tensors = [values[checks.rank].clone() for values in self._values]
-        self._work: Work = checks.transport.all_reduce(self._tensors, op)
-
-    def finish(self) -> None:
-        self._work.wait()
-        for i, (item, values) in enumerate(zip(self._items, self._values, strict=True)):
-            expected = self._checks.reduce(values, item.result, self._op)
-            what = f"all-reduce {self._op.name} of tensor {i}, {item}"
-            # Backends add in an order of their own.
-            self._checks.inexact().compare(self._tensors[i], expected, what)
+    def check(self) -> None:
+        """What this rank has is the sum."""
+        in_order = self.checks.transport.name in ("shm", "local")  # others leave it to a backend
+        checks = self.checks if in_order else self.checks.inexact()
+        for i, (item, values) in enumerate(zip(self.items, self._values, strict=True)):
+            expected = checks.reduce(values, item.result, self.op)
+            what = f"all-reduce {self.seed}, {self.op.name}, of tensor {i}, {item}"
+            checks.compare(self._tensors[i], expected, what)
 
 
 def held(item: Item, rank: int, world_size: int) -> int:
     """Elements of a rank's chunk that are not missing from the tail."""
     return max(0, min(item.chunk, item.chunk * world_size - item.missing - rank * item.chunk))
-
-
-def fuzz(checks: Checks, rounds: int, seed: int, largest: int) -> None:
-    """Run random collectives, several under way at once, waited for in random order.
-
-    Args:
-        checks: this rank's.
-        rounds: how many collectives.
-        seed: the same on every rank, for all but the order of the waits.
-        largest: elements of the largest chunk.
-    """
-    same, own = random.Random(seed), random.Random(seed + 1 + checks.rank)
-    gathers: list[AllGather] = []
-    under_way: list[AllGather | ReduceScatter | AllReduce] = []
-    for number in range(rounds):
-        items = [random_item(same, checks.world_size, largest) for _ in range(same.randrange(8))]
-        op = same.choice(list(Reduce))
-        kind = same.choice(["gather", "scatter", "reduce"])
-        if kind == "gather":
-            gathers.append(checks.all_gather(items, number))
-            under_way.append(gathers[-1])
-        elif kind == "scatter":
-            under_way.append(checks.reduce_scatter(items, op, number))
-        else:
-            under_way.append(checks.all_reduce(items, op, number))
-        while len(under_way) > same.randrange(4):
-            under_way.pop(own.randrange(len(under_way))).finish()
-        while len(gathers) > 4:
-            oldest = gathers.pop(0)
-            oldest.finish()
-            oldest.free()
-    for each in under_way:
-        each.finish()
-
-
-def random_item(random: random.Random, world_size: int, largest: int) -> Item:
-    chunk = random.choice([0, 1, 2, random.randrange(100), random.randrange(largest)])
-    result, stored = random.choice(REDUCTIONS)
-    missing = random.choice([0, 0, random.randrange(chunk * world_size + 1)])
-    return Item(chunk, missing, stored, result)
 
 
 def cases(large: int) -> list[tuple[str, list[Item]]]:
@@ -284,9 +281,9 @@ def check_cases(checks: Checks, large: int = 1500) -> None:
     """The same with checks of the caller's."""
     for number, (name, items) in enumerate(cases(large)):
         try:
-            checks.all_gather(items, number).finish()
+            AllGather(checks, items, number).finish()
             for op in Reduce:
-                checks.reduce_scatter(items, op, number).finish()
-                checks.all_reduce(items, op, number).finish()
+                ReduceScatter(checks, items, number, op).finish()
+                AllReduce(checks, items, number, op).finish()
         except AssertionError as error:
             raise AssertionError(f"case {name!r}: {error}") from error

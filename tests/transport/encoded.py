@@ -15,8 +15,10 @@ from shardwise.transport.codecs import Room, codec_of, decode, encode
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import ChannelOptions, compose
+from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import Wire, WireFormat
-from tests.transport.conformance import TOLERANCE, Checks, check_cases, fuzz
+from tests.transport.conformance import TOLERANCE, Checks, check_cases
+from tests.transport.streams import fuzz
 
 CPU = torch.device("cpu")
 #: The error of one encoding, as a share of the largest value.
@@ -24,8 +26,10 @@ SHARE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 1 / 254}
 ENCODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
+Encoded = EncodedTransport | TwoLevelTransport
 INT8 = Wire(gather="int8", reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
+MIXED = Wire(gather="bf16", reduce="fp8", error_feedback=True)
 
 
 class Source:
@@ -37,7 +41,7 @@ def values_of(rank: int, numel: int, step: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def check_contract(transport: EncodedTransport, rounds: int) -> None:
+def check_contract(transport: Encoded, rounds: int) -> None:
     """Check what all transports promise, within the error of the format."""
     checks = EncodedChecks(transport)
     check_cases(checks)
@@ -50,11 +54,11 @@ def same_bits(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> 
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 
-def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
-    """The transport of all ranks with a wire."""
+def over_world(wire: Wire, requested: str = "c10d") -> Encoded:
+    """The transport of all ranks with a wire: of two levels where hosts have several ranks each."""
     assert dist.group.WORLD is not None
     found = compose(dist.group.WORLD, CPU, ChannelOptions(requested, wire))
-    assert isinstance(found, EncodedTransport)
+    assert isinstance(found, EncodedTransport | TwoLevelTransport)
     return found
 
 
@@ -92,7 +96,7 @@ def through(values: torch.Tensor, name: str) -> torch.Tensor:
 class EncodedChecks(Checks):
     """The checks of :mod:`tests.transport.conformance` for a transport with a wire."""
 
-    def __init__(self, transport: EncodedTransport) -> None:
+    def __init__(self, transport: Encoded) -> None:
         super().__init__(transport, exact=False)
         self.wire = transport.wire
         self._largest = 0.0

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base import observe
-from shardwise.base.errors import PeerLostError
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
 from shardwise.transport.runner import Exchange
-from tests.harness import run_ranks
 from tests.test_observe import Notes
 from tests.worlds import on_processes
 
@@ -92,19 +90,3 @@ def test_rows_arrive_in_any_order_of_calls_and_waits(rank: int, world_size: int)
     for check in (_swap, _any_order, _nobody_waits):
         check(rank, world_size)
         dist.barrier()
-
-
-def _alone(rank: int, world_size: int) -> str | None:
-    assert dist.group.WORLD is not None
-    swap = AllToAll(dist.group.WORLD, CPU)
-    if rank == 1:  # stays alive, and never comes
-        return None
-    received = torch.empty(world_size, 10, dtype=torch.uint8)
-    with pytest.raises(PeerLostError) as caught:
-        swap.start(_rows(rank, world_size, 0, 10), received, Label("fragment 3")).wait()
-    return str(caught.value)
-
-
-def test_a_peer_that_never_comes_is_named() -> None:
-    message = run_ranks(_alone, 2, pg_timeout=2)[0]
-    assert "lost rank 1 during the all-to-all of fragment 3: no answer in time" in message

@@ -176,12 +176,6 @@ def test_numbers_take_their_bytes_and_every_block_four_more(
     assert needed <= codec_of(wire).nbytes(numel) < needed + 16
 
 
-def test_ternary_values_take_a_sixteenth_of_fp32() -> None:
-    codec = codec_of(WireFormat.TERNARY)
-    for numel in (10_000, 1_000_000):
-        assert codec.nbytes(numel) <= 4 * numel / 16
-
-
 def test_ternary_values_are_the_best_three_for_normal_ones() -> None:
     values = torch.randn(256 * BLOCK, generator=torch.Generator().manual_seed(0))
     found = _through(values, WireFormat.TERNARY)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,19 +16,7 @@ from shardwise.base.devices import GLOO
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.select import select_transport
-from tests.harness import run_ranks
 from tests.worlds import on_processes
-
-NAMES = [
-    "all_gather_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "all_reduce",
-    "send",
-    "recv",
-    "batch_isend_irecv",
-]
 
 
 def _watch(names: Sequence[str]) -> Counter[str]:
@@ -49,7 +38,36 @@ def _watch(names: Sequence[str]) -> Counter[str]:
     return counts
 
 
-def _count(rank: int, world_size: int, watched: list[str], dtypes: list[torch.dtype]) -> Any:
+@pytest.mark.parametrize(
+    ("watched", "dtypes", "expected"),
+    [
+        # Whatever the list of tensors is.
+        (
+            [
+                *("all_gather_single", "reduce_scatter_single", "all_reduce"),
+                *("send", "recv", "batch_isend_irecv"),
+            ],
+            [torch.float32],
+            {"all_gather_single": 1, "reduce_scatter_single": 1, "all_reduce": 1},
+        ),
+        (["all_reduce"], [torch.float32, torch.bfloat16], {"all_reduce": 2}),
+        # The names of older versions of torch.
+        (
+            ["all_gather_into_tensor", "reduce_scatter_tensor"],
+            [torch.float32],
+            {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1},
+        ),
+    ],
+    ids=["one dtype", "two dtypes", "older names"],
+)
+@on_processes(2)
+def test_a_call_is_one_collective_for_each_dtype_under_any_name(
+    rank: int,
+    world_size: int,
+    watched: list[str],
+    dtypes: list[torch.dtype],
+    expected: dict[str, int],
+) -> None:
     transport = select_transport(dist.group.WORLD, torch.device("cpu"), "collectives")
     counts = _watch(watched)  # after the transport was made: it looks them up at every call
     shards = [torch.ones(n, dtype=dtype) for dtype in dtypes for n in (1, 5, 200_000)]
@@ -60,24 +78,7 @@ def _count(rank: int, world_size: int, watched: list[str], dtypes: list[torch.dt
     transport.all_gather([], []).wait()
     transport.all_gather([torch.empty(0)], [torch.empty(0)]).wait()
     assert all(bool((shard == 4).all()) for shard in shards)
-    return counts
-
-
-def test_every_call_is_one_collective_whatever_the_list() -> None:
-    for counts in run_ranks(_count, 2, NAMES[:1] + NAMES[2:3] + NAMES[4:], [torch.float32]):
-        assert counts == {"all_gather_single": 1, "reduce_scatter_single": 1, "all_reduce": 1}
-
-
-def test_two_dtypes_are_two_collectives() -> None:
-    dtypes = [torch.float32, torch.bfloat16]
-    for counts in run_ranks(_count, 2, ["all_reduce"], dtypes):
-        assert counts == {"all_reduce": 2}
-
-
-def test_a_monitor_of_the_older_names_sees_them_too() -> None:
-    watched = ["all_gather_into_tensor", "reduce_scatter_tensor"]
-    for counts in run_ranks(_count, 2, watched, [torch.float32]):
-        assert counts == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+    assert counts == expected
 
 
 @on_processes(2)
@@ -105,8 +106,9 @@ def _counted(
     return original(*args, **kwargs)
 
 
-def _replaced_by_partials(rank: int, world_size: int) -> Counter[str]:
-    """A tool replaces functions by partial ones, whose first arguments are its own."""
+@on_processes(2)
+def test_a_tool_may_replace_them_by_partial_functions(rank: int, world_size: int) -> None:
+    """Whose first arguments are its own."""
     assert dist.group.WORLD is not None
     counts: Counter[str] = Counter()
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
@@ -122,10 +124,5 @@ def _replaced_by_partials(rank: int, world_size: int) -> Counter[str]:
         transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
         transport.all_reduce(shards, Reduce.SUM).wait()
         assert all(bool((shard == 4).all()) for shard in shards)
-    return counts
-
-
-def test_a_tool_may_replace_them_by_partial_functions() -> None:
-    for counts in run_ranks(_replaced_by_partials, 2):
-        # The collectives transport gathers both dtypes as bytes, in one call.
-        assert counts == {"all_gather_single": 3, "reduce_scatter_single": 4, "all_reduce": 4}
+    # The collectives transport gathers both dtypes as bytes, in one call.
+    assert counts == {"all_gather_single": 3, "reduce_scatter_single": 4, "all_reduce": 4}

@@ -20,8 +20,16 @@ from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 from tests.test_observe import Notes
 from tests.threads import run_threads, run_transports
-from tests.transport.conformance import Checks, Item, check_all, fuzz
+from tests.transport.conformance import (
+    AllGather,
+    AllReduce,
+    Checks,
+    Item,
+    ReduceScatter,
+    check_all,
+)
 from tests.transport.fake import FakeTransport
+from tests.transport.streams import fuzz
 from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
@@ -82,9 +90,9 @@ def test_large_tensors_equal_the_reference(rank: int, world_size: int) -> None:
     """Use the thresholds of real trainings."""
     checks = Checks(GlooTransport(_world_group()), exact=True)
     items = [Item(1_000_000), Item(10), Item(300_000, 7, torch.bfloat16, torch.float32)]
-    checks.all_gather(items, 1).finish()
-    checks.reduce_scatter(items, Reduce.AVG, 1).finish()
-    checks.all_reduce(items, Reduce.AVG, 1).finish()
+    AllGather(checks, items, 1).finish()
+    ReduceScatter(checks, items, 1, Reduce.AVG).finish()
+    AllReduce(checks, items, 1, Reduce.AVG).finish()
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:
@@ -187,6 +195,6 @@ def test_transports_of_one_group_do_not_mix_messages(rank: int, world_size: int)
     """Their messages carry the same tags, and are still told apart."""
     one, two = (Checks(GlooTransport(_world_group()), exact=True) for _ in range(2))
     items = [Item(5), Item(100_000)]
-    first, second = one.all_gather(items, 1), two.all_gather(items, 2)
+    first, second = AllGather(one, items, 1), AllGather(two, items, 2)
     second.finish()
     first.finish()

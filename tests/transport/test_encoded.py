@@ -23,12 +23,12 @@ from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.shm import handshake
 from shardwise.transport.wire import PLAIN, Wire, WireError, Wires
 from tests.harness import Processes, run_ranks
-from tests.threads import run_threads
-from tests.transport.conformance import fuzz
+from tests.threads import on_hosts, run_threads
 from tests.transport.encoded import (
     CPU,
     FEEDBACK,
     INT8,
+    MIXED,
     SHARE,
     EncodedChecks,
     Source,
@@ -38,6 +38,7 @@ from tests.transport.encoded import (
     through,
     values_of,
 )
+from tests.transport.streams import fuzz
 from tests.worlds import on_processes
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
@@ -60,22 +61,26 @@ def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "wire"),
+    ("hosts", "wire"),  # by rank: of one rank each, or of several, where there are two levels
     [
-        *((3, wire) for wire in WIRES),
-        *((2, wire) for wire in (INT8, FEEDBACK)),
-        *(pytest.param(2, wire, marks=pytest.mark.long) for wire in WIRES[:2] + WIRES[3:4]),
+        *(("abc", wire) for wire in WIRES),
+        *(("ab", wire) for wire in (INT8, FEEDBACK)),
+        *(("aabb", wire) for wire in (INT8, MIXED, WIRES[3])),
+        *(pytest.param("ab", wire, marks=pytest.mark.long) for wire in WIRES[:2] + WIRES[3:4]),
+        *(pytest.param("aabbcc", wire, marks=pytest.mark.long) for wire in (INT8, MIXED)),
+        *(pytest.param("aaabbb", wire, marks=pytest.mark.long) for wire in (INT8, MIXED)),
     ],
     ids=str,
 )
-def test_results_are_within_the_error_of_the_format(world_size: int, wire: Wire) -> None:
-    run_threads(_contract, world_size, wire, 8)
+def test_results_are_within_the_error_of_the_format(hosts: str, wire: Wire) -> None:
+    with on_hosts(hosts):
+        run_threads(_contract, len(hosts), wire, 8)
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
 @on_processes()
 def test_messages_of_real_processes_keep_the_contract(rank: int, world_size: int) -> None:
-    for wire in (INT8, Wire(gather="bf16", reduce="fp8", error_feedback=True)):
+    for wire in (INT8, MIXED):
         _contract(rank, world_size, wire, 20)
     checks = EncodedChecks(over_world(INT8, "collectives"))
     fuzz(checks, 10, seed=4, largest=3000)
@@ -100,23 +105,29 @@ def _nobody_waits(rank: int, world_size: int) -> None:
 
 def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.Tensor]:
     transport = over_world(wire)
-    sources = [Source() for _ in range(3)]
+    sources = [Source() for _ in range(4)]
     found = []
     for step in range(steps):
-        tensors = [values_of(rank, numel, step) for numel in (1, 700, 4 * BLOCK)]
+        tensors = [values_of(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
         if rank == 1 and step == 1:
-            tensors[1][3] = float("nan")
+            tensors[2][3] = float("nan")
         transport.start(
             Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, Label("group"), of=sources)
         ).wait()
-        found += tensors
+        shard, full = values_of(rank, 300, step), torch.empty(300 * world_size)
+        transport.all_gather([shard], [full], Label("group")).wait()
+        own = full[rank * 300 : (rank + 1) * 300]
+        assert torch.equal(own, through(shard, wire.gather)), "what the others decode"
+        assert torch.equal(shard, values_of(rank, 300, step)), "which changes no shard"
+        found += [*tensors, full]
     return found
 
 
-@pytest.mark.parametrize("wire", [*WIRES[:3], FEEDBACK, RANDOM], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_ranks_end_with_the_same_bits(wire: Wire, world_size: int) -> None:
-    first, *others = run_threads(_reduced, world_size, wire, 3)
+@pytest.mark.parametrize("wire", [*WIRES[:3], FEEDBACK, MIXED, RANDOM], ids=str)
+@pytest.mark.parametrize("hosts", ["ab", "abc", "abcd", "aabb"])
+def test_all_ranks_end_with_the_same_bits(wire: Wire, hosts: str) -> None:
+    with on_hosts(hosts):
+        first, *others = run_threads(_reduced, len(hosts), wire, 3)
     assert all(same_bits(first, other) for other in others)
 
 
@@ -178,6 +189,29 @@ def test_with_feedback_the_sum_over_steps_is_off_by_one_error(
     bound = 2 * SHARE[name] * 6
     assert short <= bound
     assert long <= bound
+
+
+def _beside_another(rank: int, world_size: int) -> float:
+    """As above, beside a gradient that is larger, and is there in every second step only."""
+    transport, source, other = over_world(FEEDBACK), Source(), Source()
+    total, exact = torch.zeros(2, 300, dtype=torch.float64)
+    for step in range(12):
+        values = [values_of(each, 300, step) for each in range(world_size)]
+        exact += torch.stack(values).double().mean(0)
+        own = values[rank]
+        tensors, of = [own], [source]
+        if step % 2 == 0:
+            tensors, of = [100 * own, own], [other, source]
+        call = Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, Label("group"), of=of)
+        transport.start(call).wait()
+        total += own
+    return float((total - exact).abs().max())
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_what_was_lost_belongs_to_its_parameter_whichever_others_get_a_gradient(hosts: str) -> None:
+    with on_hosts(hosts):
+        assert max(run_threads(_beside_another, len(hosts))) <= 2 * SHARE["int8"] * 6
 
 
 def _scattered_back(rank: int, world_size: int) -> tuple[float, float]:
@@ -271,20 +305,6 @@ def test_what_gets_smaller_is_encoded_and_the_rest_left_alone(
         assert is_right
         # Of two ranks, each sends half of the contributions, and half of the sums.
         assert sent == 64 * BLOCK * bytes_per_element
-
-
-def _own_shard(rank: int, world_size: int) -> tuple[bool, bool]:
-    transport = over_world(INT8)
-    shard = values_of(rank, 500)
-    before = shard.clone()
-    full = torch.empty(500 * world_size)
-    transport.all_gather([shard], [full], Label("group")).wait()
-    own = full[rank * 500 : (rank + 1) * 500]
-    return torch.equal(own, through(shard, "int8")), torch.equal(shard, before)
-
-
-def test_a_rank_computes_with_what_the_others_decode_and_keeps_its_shard() -> None:
-    assert run_threads(_own_shard, 2) == [(True, True)] * 2
 
 
 # -- which dimensions ------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from shardwise.transport.peers import Peers
 from shardwise.transport.select import select_transport
 from shardwise.transport.waiter import Waiter
 from tests.harness import Outcome, run_ranks
+from tests.worlds import on_processes
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
 
@@ -167,33 +168,20 @@ def test_a_peer_that_is_done_may_leave() -> None:
     assert outcomes[2].result is True, outcomes[2].describe(3)
 
 
-def _call_alone(rank: int, world_size: int) -> str | None:
+@on_processes(2, pg_timeout=2)
+def test_a_peer_that_stalls_is_named_after_the_timeout_of_the_group_at_every_wait(
+    rank: int, world_size: int
+) -> None:
     transport = _transport()
     if rank == 1:  # stays alive, and never comes
-        return None
-    return _loss(_gather, transport)[0]
-
-
-def test_a_peer_that_stalls_is_named_after_the_timeout_of_the_group() -> None:
-    message = run_ranks(_call_alone, 2, pg_timeout=2)[0]
-    assert "rank 0 lost rank 1 during the all-gather of 1 tensor" in message
-    assert "no answer in time" in message
-
-
-def _wait_twice(rank: int, world_size: int) -> bool | None:
-    transport = _transport()
-    if rank == 1:
-        return None
-    work = _gather(transport, 10)
-    with pytest.raises(PeerLostError) as first:
+        return
+    work = _gather(transport, LARGE)
+    said = "rank 0 lost rank 1 during the all-gather of 1 tensor: no answer in time"
+    with pytest.raises(PeerLostError, match=said) as first:
         work.wait()
     with pytest.raises(PeerLostError) as second:
         work.wait()
-    return first.value is second.value
-
-
-def test_a_work_that_failed_stays_failed() -> None:
-    assert run_ranks(_wait_twice, 2, pg_timeout=1)[0]
+    assert first.value is second.value
 
 
 def _drop_works(rank: int, world_size: int, dropping: list[int]) -> bool:
@@ -236,14 +224,3 @@ def test_a_call_begins_when_the_messages_of_dropped_works_have_arrived() -> None
     del kept
     under_way.settle()
     assert seen[1:] == ["kept: over"]
-
-
-def _reduce_what_gloo_cannot(rank: int, world_size: int) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        _transport("collectives").all_reduce([torch.ones(3).short()], Reduce.SUM).wait()
-    assert not isinstance(caught.value, PeerLostError)
-    return str(caught.value)
-
-
-def test_misuse_is_not_reported_as_a_lost_peer() -> None:
-    assert "scalar type" in run_ranks(_reduce_what_gloo_cannot, 2)[0]

@@ -375,26 +375,6 @@ def test_a_full_parameter_exists_once_per_host() -> None:
     assert sum(shares) == pytest.approx(whole, rel=0.1)
 
 
-@pytest.mark.parametrize("frees", [False, True], ids=["kept", "freed"])
-@on_processes(3)
-def test_a_second_gather_waits_for_those_who_still_read_the_first(
-    rank: int, world_size: int, frees: bool
-) -> None:
-    transport = _transport()
-    buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
-    buffers.allocate()
-    for step in range(20):
-        value = float(step * world_size + rank)
-        transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()
-        expected = [float(step * world_size + each) for each in range(world_size)]
-        if rank == 0:
-            time.sleep(0.001)  # a slow reader
-        assert buffers.tensors[0][::1000].tolist() == expected
-        if frees:
-            buffers.free()
-            buffers.allocate()
-
-
 @on_processes(2)
 def test_a_group_that_gets_its_memory_again_maps_nothing(rank: int, world_size: int) -> None:
     transport = _transport()
@@ -618,21 +598,6 @@ def test_ranks_that_wait_sleep(rank: int, world_size: int) -> None:
         time.sleep(2)
     _gather(transport, 10)
     assert rank or time.process_time() - start < 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_processes()
-def test_dtypes_and_uneven_chunks(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    transport = _transport()
-    grads = [torch.full((5,), float(each + 1), dtype=dtype) for each in range(world_size)]
-    shard = torch.empty(2 if world_size == 3 else 3, dtype=torch.float32)
-    transport.reduce_scatter([grads[rank]], [shard], Reduce.AVG).wait()
-    mean = sum(range(1, world_size + 1)) / world_size
-    held = max(0, min(5 - rank * shard.numel(), shard.numel()))
-    assert shard[:held].tolist() == [mean] * held
-    transport.all_reduce([grads[rank]], Reduce.SUM).wait()
-    assert grads[rank].tolist() == [mean * world_size] * 5
 
 
 def test_a_small_dev_shm_does_not_matter() -> None:

@@ -1,4 +1,4 @@
-"""Thousands of random collectives over shared memory: no difference from gloo, and no hang.
+"""Thousands of random collectives over shared memory: no difference to the bit, and no hang.
 
     python -m tests.transport.test_stress --rounds 20000 --kills 200 --seed 7    # for longer
 
@@ -27,7 +27,8 @@ from shardwise._torch import c10d
 from shardwise.base import libc
 from shardwise.transport.base import FullBuffers, Label, Reduce
 from tests.harness import Outcome, run_ranks
-from tests.transport.streams import CPU, Stream, world_group
+from tests.transport.conformance import Unread
+from tests.transport.streams import CPU, Stream, over_shm, world_group
 from tests.worlds import on_processes
 
 pytestmark = [
@@ -44,10 +45,11 @@ ROUNDS = {(2,): 300, (3,): 500, (2, 2): 400, (4, 2): 150}
 
 
 def _compare(rank: int, world_size: int, shape: tuple[int, ...], rounds: int, seed: int) -> int:
-    streams = [Stream(world_group(), f"{seed}, world")]
+    streams = [over_shm(world_group(), f"{seed}, world")]
     if len(shape) > 1:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("columns", "rows"))
-        streams += [Stream(mesh.get_group(name), f"{seed}, {name}") for name in ("columns", "rows")]
+        names = ("columns", "rows")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        streams += [over_shm(mesh.get_group(name), f"{seed}, {name}") for name in names]
     turns = random.Random(seed)
     for _ in range(rounds):
         turns.choice(streams).step()
@@ -69,7 +71,9 @@ def compare(shape: tuple[int, ...], rounds: int, seed: int) -> int:
     [(2,), *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[1:])],
     ids=str,
 )
-def test_random_collectives_give_the_bits_that_gloo_gives(shape: tuple[int, ...]) -> None:
+def test_random_collectives_have_the_bits_of_one_process(
+    shape: tuple[int, ...],
+) -> None:
     assert compare(shape, ROUNDS[shape], seed=20) >= ROUNDS[shape]
 
 
@@ -109,7 +113,7 @@ def _send_later(which: signal.Signals, seconds: float) -> None:
 
 
 def _lose(rank: int, world_size: int, victim: int, seconds: float, seed: int) -> Loss:
-    stream = Stream(world_group(), str(seed), compared=False, largest=100_000)
+    stream = over_shm(world_group(), str(seed), Unread, largest=100_000)
     dist.barrier()
     if rank == victim:
         _send_later(signal.SIGKILL, seconds)
@@ -158,7 +162,7 @@ def test_survivors_name_a_rank_that_is_killed_at_any_moment() -> None:
 @on_processes(2, pg_timeout=5)
 def test_memory_is_not_taken_from_a_rank_that_is_late_to_free(rank: int, world_size: int) -> None:
     """Rank 1 keeps reading what rank 0 freed long ago."""
-    transport = Stream(world_group(), "late", compared=False).transport
+    transport = over_shm(world_group(), "late", Unread).transport
     first, *others = (
         transport.full_buffers([1000 * world_size], [torch.float32], CPU) for _ in range(6)
     )
@@ -184,7 +188,7 @@ def test_memory_is_not_taken_from_a_rank_that_is_late_to_free(rank: int, world_s
 def _stop_one(rank: int, world_size: int, victim: int, seconds: float) -> Loss:
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
-    stream = Stream(world_group(), "stopped", compared=False)
+    stream = over_shm(world_group(), "stopped", Unread)
     dist.barrier()
     if rank == victim:
         _send_later(signal.SIGSTOP, seconds)
@@ -207,7 +211,7 @@ def test_survivors_name_a_stopped_rank_and_the_group_after_the_timeout() -> None
 
 def _give_up_or_wait(rank: int, world_size: int) -> Loss | None:
     """Rank 2 is killed, rank 1 gives up but lives, and rank 0 waits for rank 1."""
-    stream = Stream(world_group(), "given up", compared=False)
+    stream = over_shm(world_group(), "given up", Unread)
     dist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

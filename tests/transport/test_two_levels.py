@@ -1,4 +1,4 @@
-"""Wires over hosts of several ranks each: once over the link, with the contract of transports."""
+"""Wires over hosts of several ranks each: once over the link. Their contract: test_encoded.py."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from tests.transport.encoded import (
     CPU,
     FEEDBACK,
     INT8,
+    MIXED,
     SHARE,
     Source,
     check_contract,
     on_host,
-    same_bits,
-    through,
     values_of,
 )
 
-MIXED = Wire(gather="bf16", reduce="fp8", error_feedback=True)
 LABEL = Label("group")
 
 
@@ -93,56 +91,6 @@ def _shared(rank: int, world_size: int) -> None:
 
 def test_groups_of_parameters_share_a_transport() -> None:
     on_hosts_of(2, _shared, 4)
-
-
-# -- the contract ----------------------------------------------------------------------------------
-
-
-def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
-    check_contract(over_world(wire), rounds)
-
-
-@pytest.mark.parametrize("wire", [INT8, MIXED, Wire(gather="int8")], ids=str)
-@pytest.mark.parametrize(
-    ("world_size", "local"),
-    [
-        (4, 2),
-        pytest.param(6, 2, marks=pytest.mark.long),
-        pytest.param(6, 3, marks=pytest.mark.long),
-    ],
-)
-def test_results_are_within_the_error_of_the_format(
-    wire: Wire, world_size: int, local: int
-) -> None:
-    on_hosts_of(local, _contract, world_size, wire, 5)
-
-
-def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.Tensor]:
-    transport = over_world(wire)
-    sources = [Source() for _ in range(4)]
-    found = []
-    for step in range(steps):
-        tensors = [values_of(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
-        if rank == 1 and step == 1:
-            tensors[2][3] = float("nan")
-        transport.start(
-            Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, LABEL, of=sources)
-        ).wait()
-        shard = values_of(rank, 300, step)
-        full = torch.empty(300 * world_size)
-        transport.all_gather([shard], [full], LABEL).wait()
-        own = full[rank * 300 : (rank + 1) * 300]
-        assert torch.equal(own, through(shard, wire.gather))
-        found += [*tensors, full]
-    return found
-
-
-@pytest.mark.parametrize(
-    "wire", [INT8, MIXED, Wire(reduce="int8", rounding="stochastic", seed=5)], ids=str
-)
-def test_all_ranks_end_with_the_same_bits(wire: Wire) -> None:
-    first, *others = on_hosts_of(2, _reduced, 4, wire, 3)
-    assert all(same_bits(first, other) for other in others)
 
 
 def _dropped(rank: int, world_size: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from shardwise.base.errors import CheckpointError
 from tests.checkpoint.meshes import NAMES, build, fill, give_state, like, random_setup
 from tests.corpus.gathering import wholes
 from tests.harness import run_ranks
@@ -122,34 +120,3 @@ def _torchs(rank: int, world_size: int, names: str) -> None:
 
 def test_a_model_that_torch_has_sharded_is_published(tmp_path: Path) -> None:
     run_ranks(_torchs, 2, str(tmp_path / "names"))
-
-
-def _fails_on_one_rank(rank: int, world_size: int, names: str, to: str | None) -> None:
-    keep_names_in(names)
-    model: Any = nn.Linear(5, 7)
-    shardwise.fully_shard(model)
-    weights = shardwise.publish(model, "policy", to=to)
-    subscription = shardwise.subscribe("policy", at=to)
-    before = _full(model, None)
-    dist.barrier()
-    if rank == 1:
-        model.register_buffer("broken", torch.zeros(3, device="meta"))
-    with pytest.raises(CheckpointError, match=r"rank 1: .*broken: is on the meta device"):
-        weights.update()
-    _assert_read(subscription, before)
-    assert subscription.version == 1
-    dist.barrier()
-    if rank == 1:
-        del model.broken
-    assert weights.update() == 2
-    assert subscription.wait() == 2
-    dist.barrier()
-    weights.close()
-
-
-@pytest.mark.parametrize("to", [None, "folder"])
-def test_if_one_rank_fails_all_do_and_readers_keep_the_version_before(
-    tmp_path: Path, to: str | None
-) -> None:
-    folder = None if to is None else str(tmp_path / to)
-    run_ranks(_fails_on_one_rank, 2, str(tmp_path / "names"), folder)

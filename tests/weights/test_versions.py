@@ -81,11 +81,19 @@ def test_a_name_has_one_publisher(to: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["org/model", "../../x", "ein Käse", ".", "..", ".a.b", "~", "%2F"]
+    "name",
+    [
+        *("org/model", "../../x", "ein Käse", ".", "..", ".a.b", "~", "%2F"),
+        *("\0", "a\nb", "\udc80", "x.lock", "x.pointer", "💥" * 16),
+    ],
 )
 def test_a_name_may_contain_anything(to: str | None, name: str, tmp_path: Path) -> None:
-    with shardwise.publish(constant_model(3), name, to=to):
+    with (
+        shardwise.publish(constant_model(1), "x", to=to),
+        shardwise.publish(constant_model(3), name, to=to),
+    ):
         assert dict(shardwise.subscribe(name, at=to))["weight"].eq(3).all()
+        assert dict(shardwise.subscribe("x", at=to))["weight"].eq(1).all()
     inside = {"names", "published"} if to else {"names"}
     assert {each.name for each in tmp_path.iterdir()} == inside
 
@@ -98,24 +106,6 @@ def test_a_name_that_no_file_can_have_is_refused(to: str | None, name: str) -> N
     ):
         with pytest.raises(ValueError, match="name: found"):
             call()
-
-
-def test_a_publisher_that_begins_anew_goes_on_counting(to: str | None) -> None:
-    model = constant_model(1)
-    process = multiprocessing.get_context("fork").Process(target=_publish_twice_and_die, args=(to,))
-    process.start()
-    process.join()
-    assert process.exitcode == 7
-    with shardwise.publish(model, "policy", to=to) as weights:
-        subscription = shardwise.subscribe("policy", at=to)
-        assert dict(subscription)["weight"].eq(1).all()
-        assert subscription.version == weights.version == 3
-
-
-def _publish_twice_and_die(to: str | None) -> None:
-    weights = shardwise.publish(constant_model(9), "policy", to=to)
-    weights.update()
-    os._exit(7)
 
 
 def test_a_closed_publication_publishes_no_more(to: str | None) -> None:
@@ -207,16 +197,24 @@ def test_a_pointer_of_another_release_is_refused(tmp_path: Path) -> None:
         assert dict(shardwise.subscribe("policy"))["weight"].eq(1).all()
 
 
-def test_a_pointer_into_another_process_is_not_followed(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_bytes(b"secret")
-    with shardwise.publish(constant_model(), "policy"), other.open() as opened:
+def test_a_pointer_to_something_else_is_not_followed(tmp_path: Path) -> None:
+    """Numbers of processes, descriptors and files come again."""
+    (tmp_path / "other").write_bytes(b"secret")
+    reading, writing = os.pipe()
+    with shardwise.publish(constant_model(), "policy"), (tmp_path / "other").open() as opened:
         [pointer] = (tmp_path / "names").rglob("*.pointer")
         said = json.loads(pointer.read_text())
-        for changed in ({"descriptor": opened.fileno()}, {"descriptor": 0}, {"process": 2**30}):
+        others = [opened.fileno(), reading]
+        for changed in (
+            *({"descriptor": each} for each in (0, *others)),
+            *({"descriptor": each, "inode": os.fstat(each).st_ino} for each in others),
+            {"process": 2**30},
+        ):
             pointer.write_text(json.dumps(said | changed))
             with pytest.raises(CheckpointError, match="found no version"):
                 dict(shardwise.subscribe("policy", timeout=0.01))
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_publisher_in_another_container_is_said_to_be_there(

@@ -10,12 +10,14 @@ import torch.distributed.fsdp
 
 import shardwise
 from tests.ecosystem.llama import tiny_llama, tokens
-from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 SHARDS = {"shardwise": shardwise.fully_shard, "torch": torch.distributed.fsdp.fully_shard}
 
 
-def _generates(rank: int, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_processes(2)
+def test_generates_what_one_process_generates(rank: int, world_size: int) -> None:
     plain: Any = tiny_llama().eval()
     given = tokens(world_size, 0)[rank]  # others on each rank
     settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
@@ -27,8 +29,3 @@ def _generates(rank: int, world_size: int) -> None:
         shard(model)
         found = model.generate(given, synced_gpus=True, **settings)
         assert torch.equal(found, expected), runtime
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_generates_what_one_process_generates() -> None:
-    run_ranks(_generates, 2)

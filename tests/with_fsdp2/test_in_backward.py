@@ -16,6 +16,7 @@ from shardwise.base.errors import StepInterruptedError
 from shardwise.optim import in_backward
 from tests.threads import run_threads
 from tests.with_fsdp2.models import WAYS, Way, batch, shard
+from tests.worlds import on_threads
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
@@ -61,7 +62,8 @@ def test_so_it_has_with_our_optimizers() -> None:
     run_threads(_trained, 2, Way(), "set_requires_gradient_sync", make)
 
 
-def _dropped(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_gradients_are_dropped_group_by_group(rank: int, world_size: int) -> None:
     """Gradients of at most two groups are there at the same time."""
     model = shard(Way())
     optimizer = in_backward(model, ADAMW)
@@ -81,11 +83,8 @@ def _dropped(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_gradients_are_dropped_group_by_group() -> None:
-    run_threads(_dropped, 2)
-
-
-def _clipped(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_gradients_are_clipped_by_the_norm_of_the_step_before(rank: int, world_size: int) -> None:
     model, other = shard(Way()), shard(Way())
     optimizer = in_backward(model, ADAMW, max_norm=0.01)
     its = ADAMW(other.parameters())
@@ -110,11 +109,11 @@ def _clipped(rank: int, world_size: int) -> None:
         its.zero_grad()
 
 
-def test_gradients_are_clipped_by_the_norm_of_the_step_before() -> None:
-    run_threads(_clipped, 2)
-
-
-def _stale(rank: int, world_size: int, retains: bool) -> None:
+@pytest.mark.parametrize("retains", [False, True])
+@on_threads(2)
+def test_a_backward_of_a_forward_from_before_the_step_is_refused(
+    rank: int, world_size: int, retains: bool
+) -> None:
     model = shard(Way())
     in_backward(model, ADAMW)
     first, second = _loss(model, rank, 0), _loss(model, rank, 1)
@@ -127,12 +126,8 @@ def _stale(rank: int, world_size: int, retains: bool) -> None:
         assert torch.equal(each.to_local(), value), "it has stepped again"
 
 
-@pytest.mark.parametrize("retains", [False, True])
-def test_a_backward_of_a_forward_from_before_the_step_is_refused(retains: bool) -> None:
-    run_threads(_stale, 2, retains)
-
-
-def _odd(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_modules_that_run_twice_are_frozen_or_recomputed(rank: int, world_size: int) -> None:
     """A module that runs twice, a frozen one, and activations that are recomputed."""
     torch.manual_seed(0)
     plain = [torch.nn.Linear(32, 32) for _ in range(3)]
@@ -160,11 +155,8 @@ def _odd(rank: int, world_size: int) -> None:
     _same(*nets)
 
 
-def test_modules_that_run_twice_are_frozen_or_recomputed() -> None:
-    run_threads(_odd, 2)
-
-
-def _interrupted(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_exception_leaves_no_half_step_unnoticed(rank: int, world_size: int) -> None:
     model = shard(Way())
     optimizer = in_backward(model, ADAMW)
     x = batch(rank, 0).requires_grad_()
@@ -180,10 +172,6 @@ def _interrupted(rank: int, world_size: int) -> None:
         model(x)
     optimizer.accept_interrupted_step()
     model(x).square().mean().backward()
-
-
-def test_an_exception_leaves_no_half_step_unnoticed() -> None:
-    run_threads(_interrupted, 2)
 
 
 class _Again(torch.nn.Module):
@@ -233,7 +221,9 @@ def _mixed(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.a(net.b(x))  # type: ignore[no-any-return]
 
 
-def _again(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_modules_run_twice_while_gradients_accumulate(rank: int, world_size: int) -> None:
+    """Torch reduces what earlier backwards have left before all uses have added to it."""
     for program in (_siamese, _looped, _recomputed, _apart, _reentrant, _mixed):
         for has_root in (True, False):
             torch.manual_seed(0)
@@ -259,8 +249,3 @@ def _again(rank: int, world_size: int) -> None:
                     if isinstance(each, FSDPModule):
                         each.reshard()  # torch leaves those whose last forward has no gradients
                 _same(*nets)
-
-
-def test_modules_run_twice_while_gradients_accumulate() -> None:
-    """Torch reduces what earlier backwards have left before all uses have added to it."""
-    run_threads(_again, 2)

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from tests.corpus.collectives import CustomGather
-from tests.harness import run_ranks
 from tests.with_fsdp2.models import BLOCKS, Way, batch, make, mesh_of, shard
+from tests.worlds import on_processes
 
 
 def _plain(model: Any, x: torch.Tensor) -> None:
@@ -93,26 +93,27 @@ PROGRAMS: dict[str, Callable[[Any, torch.Tensor], None]] = {
 }
 
 
-def _watched(rank: int, world_size: int, name: str, grouped: bool) -> None:
-    models = [_grouped() if grouped else shard(Way()) for _ in range(2)]
-    for index, model in enumerate(models):
-        with ExitStack() as stack:
-            if index == 0:
-                stack.enter_context(shardwise.watch_ranks(model, seconds=30))
-                recording = stack.enter_context(shardwise.timeline.record(model=model))
-            for step in range(2):
-                PROGRAMS[name](model, batch(rank, step))
-                if name == "raises":
-                    break
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.sub_(0.1 * param.grad)
-                model.zero_grad()
-    assert recording.timeline is not None
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one.to_local(), other.to_local())
-        if one.grad is not None:
-            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+@pytest.mark.parametrize("grouped", [False, True], ids=["blocks", "two blocks in a group"])
+@on_processes(2)
+def test_odd_programs_have_the_same_bits(rank: int, world_size: int, grouped: bool) -> None:
+    for name, program in PROGRAMS.items():
+        if grouped and name == "prefetched":
+            continue  # torch prefetches modules of groups of one
+        models = [_grouped() if grouped else shard(Way()) for _ in range(2)]
+        for index, model in enumerate(models):
+            with ExitStack() as stack:
+                if index == 0:
+                    stack.enter_context(shardwise.watch_ranks(model, seconds=30))
+                    recording = stack.enter_context(shardwise.timeline.record(model=model))
+                for step in range(1 if name == "raises" else 2):
+                    program(model, batch(rank, step))
+                    with torch.no_grad():
+                        for param in model.parameters():
+                            param.sub_(0.1 * param.grad)
+        assert recording.timeline is not None, name
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(one.to_local(), other.to_local()), name
+            assert torch.equal(one.grad.to_local(), other.grad.to_local()), name
 
 
 def _grouped() -> Any:
@@ -124,15 +125,8 @@ def _grouped() -> Any:
     return model
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["blocks", "two blocks in a group"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_odd_programs_have_the_same_bits(name: str, grouped: bool) -> None:
-    if grouped and name == "prefetched":
-        pytest.skip("torch prefetches modules of groups of one")
-    run_ranks(_watched, 2, name, grouped)
-
-
-def _with_own_collectives(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_collectives_of_the_user_are_called_and_put_back(rank: int, world_size: int) -> None:
     model, own = shard(Way()), _Counting()
     model[0].set_custom_all_gather(own)
     with shardwise.watch_ranks(model):
@@ -143,7 +137,3 @@ def _with_own_collectives(rank: int, world_size: int) -> None:
     _plain(model, batch(rank, 2))
     assert own.calls == 6
     assert recording.timeline is not None
-
-
-def test_collectives_of_the_user_are_called_and_put_back() -> None:
-    run_ranks(_with_own_collectives, 2)

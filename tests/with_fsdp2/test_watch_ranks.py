@@ -17,6 +17,7 @@ from shardwise import PeerLostError, RanksDivergedError
 from shardwise.frontends import watch_ranks
 from tests.harness import Processes, run_ranks
 from tests.with_fsdp2.models import BLOCKS, WAYS, Way, batch, shard, train
+from tests.worlds import on_processes
 
 
 def _trained(rank: int, world_size: int, way: Way) -> None:
@@ -100,7 +101,8 @@ def test_all_say_where_they_are_when_one_does_not_come() -> None:
     assert "test_watch_ranks.py" in text
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_what_cannot_be_watched_is_refused(rank: int, world_size: int) -> None:
     with (
         pytest.raises(ValueError, match="shards nothing"),
         shardwise.watch_ranks(torch.nn.Linear(2, 2)),
@@ -109,10 +111,6 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="seconds"), shardwise.watch_ranks(shard(Way()), seconds=0):
         pass
     dist.barrier()
-
-
-def test_what_cannot_be_watched_is_refused() -> None:
-    run_ranks(_refused, 2)
 
 
 def _watched() -> None:

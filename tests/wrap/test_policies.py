@@ -141,5 +141,5 @@ def _applied(rank: int, world_size: int) -> list[str]:
     return [name for name, m in net.named_modules() if isinstance(m, shardwise.FSDPModule)]
 
 
-def test_policies_apply_fully_shard(ranks: Ranks) -> None:
-    assert ranks(_applied, 2) == [["", *BLOCKS, "head"]] * 2
+def test_policies_apply_fully_shard(threads: Ranks) -> None:
+    assert threads(_applied, 2) == [["", *BLOCKS, "head"]] * 2

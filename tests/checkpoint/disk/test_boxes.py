@@ -23,7 +23,7 @@ def _elements(shape: tuple[int, ...], box: Box) -> list[int]:
 
 @QUICK
 @given(shape=shapes, data=st.data())
-def test_an_intersection_has_the_elements_of_both(
+def test_an_intersection_has_the_elements_of_both_and_its_place_in_each(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
@@ -31,32 +31,26 @@ def test_an_intersection_has_the_elements_of_both(
     expected = set(_elements(shape, one)) & set(_elements(shape, other))
     assert (set(_elements(shape, common)) if common else set()) == expected
     assert common == other.intersection(one)
-    assert one.numel == len(_elements(shape, one))
-
-
-@QUICK
-@given(shape=shapes, data=st.data())
-def test_a_relative_box_is_the_same_part_of_the_outer_one(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    outer, inner = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
-    common = inner.intersection(outer)
     if common is None:
         return
     tensor = torch.arange(math.prod(shape)).view(shape)
-    relative = common.relative_to(outer.offsets)
-    assert relative.is_inside(outer.sizes)
-    assert torch.equal(part_of(part_of(tensor, outer), relative), part_of(tensor, common))
+    relative = common.relative_to(one.offsets)
+    assert relative.is_inside(one.sizes)
+    assert torch.equal(part_of(part_of(tensor, one), relative), part_of(tensor, common))
 
 
 @QUICK
 @given(shape=shapes, data=st.data())
-def test_the_span_of_a_box_is_from_its_first_to_its_last_element(
+def test_a_box_has_its_elements_in_runs_from_the_first_to_the_last(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     box = data.draw(boxes_in(shape))
     elements = _elements(shape, box)
+    assert box.numel == len(elements)
     assert box.span(shape) == (min(elements), max(elements) + 1)
+    runs = list(box.runs(shape))
+    assert [each for first, count in runs for each in range(first, first + count)] == elements
+    assert len(runs) == 1 or box.sizes != shape, "a full tensor is one run"
 
 
 def test_an_empty_box_has_no_span_and_no_elements() -> None:

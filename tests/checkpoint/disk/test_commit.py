@@ -30,7 +30,7 @@ from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, fill, filled, give_state, wrong
-from tests.checkpoint.small import SHARD, make, same, save_small, train
+from tests.checkpoint.small import SHARD, make, save_small
 from tests.worlds import Ranks
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
@@ -314,51 +314,6 @@ def test_a_rank_that_dies_is_named_by_all_that_are_left(
 # ---- killed at any moment ----
 
 
-def _train_and_save_for_ever(folder: Path, steps: int) -> None:
-    """A training that resumes by itself, and ends with its last checkpoint."""
-    model, optimizer = make(steps=0)
-    step = 0
-    if (newest := checkpoint.latest(folder)) is not None:
-        extra = checkpoint.load(newest, model, optimizer)
-        step = extra["step"]
-        torch.set_rng_state(extra["random"])
-    while step < steps:
-        train(model, optimizer)
-        step += 1
-        extra = {"step": step, "random": torch.get_rng_state()}
-        path = checkpoint.step_folder(folder, step)
-        if path.exists():
-            commit.delete(path)
-        checkpoint.save(path, model, optimizer, extra, keep_last=2)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_killed_again_and_again_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    steps, kills, draw = 20, 0, random.Random(0)
-    _train_and_save_for_ever(tmp_path / "calm", steps)
-    folder = tmp_path / "killed"
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            torch.manual_seed(0)
-            _train_and_save_for_ever(folder, steps)
-            os._exit(0)
-        if kills < 25:
-            time.sleep(draw.uniform(0, 0.05))
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        if (newest := checkpoint.latest(folder)) is not None:
-            verify(newest)
-        if status == 0:
-            break
-        kills += 1
-    assert kills > 10
-    found, calm = make(seed=1)[0], make(seed=2)[0]
-    checkpoint.load(checkpoint.step_folder(folder, steps), found)
-    checkpoint.load(checkpoint.step_folder(tmp_path / "calm", steps), calm)
-    assert same(found, calm)
-
-
 def _save_until_killed(
     rank: int, world_size: int, folder: Path, victims: list[int], seconds: float
 ) -> int:
@@ -391,7 +346,7 @@ def test_ranks_killed_at_random_moments_leave_the_newest_whole(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     draw = random.Random(0)
-    for victims in ([0], [1], [0, 1], [1], [0]):
+    for victims in ([0], [1], [0, 1]):
         outcomes = ranks(
             _save_until_killed, 2, tmp_path, victims, draw.uniform(0.05, 0.6), expect_failures=True
         )
@@ -411,9 +366,7 @@ def test_ranks_killed_at_random_moments_leave_the_newest_whole(
 _CALLS = ("mkdir", "open", "write", "fsync", "rename", "rmdir", "unlink")
 
 
-def _save_until_call(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int
-) -> None:
+def _save_until_call(folder: Path, model: torch.nn.Module, number: int) -> None:
     """Save the second checkpoint in place of the first, and end at a call of the system."""
     left = number
 
@@ -429,24 +382,24 @@ def _save_until_call(
 
     for name in _CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    checkpoint.save(folder / "step-00000002", model, optimizer, keep_last=1)
+    checkpoint.save(folder / "step-00000002", model, keep_last=1)
     os._exit(0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_save_killed_at_any_call_leaves_the_old_one_or_the_new(tmp_path: Path) -> None:
-    first = save_small(tmp_path / "first" / "step-00000001")
-    second = make(seed=2)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "first" / "step-00000001", first)
     for number in range(200):
         folder = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         pid = os.fork()
         if pid == 0:
-            _save_until_call(folder, *second, number)
+            _save_until_call(folder, second, number)
         killed = os.waitpid(pid, 0)[1] != 0
         newest = checkpoint.latest(folder)
         assert newest is not None, f"nothing is left after call {number}"
         verify(newest)
-        checkpoint.save(folder / "step-00000003", *first, keep_last=1)
+        checkpoint.save(folder / "step-00000003", first, keep_last=1)
         assert names(folder) == ["step-00000003"], "leftovers are gone after the next save"
         if not killed:
             break
@@ -466,7 +419,7 @@ def test_what_is_written_beside_its_name_gets_it_at_the_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_was_there_stays_if_the_new_one_fails(tmp_path: Path, kind: str) -> None:
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, kind: str) -> None:
     old = tmp_path / "out" / "a.json" if kind == "folder" else tmp_path / "out"
     old.parent.mkdir(exist_ok=True)
     old.write_text("old")
@@ -474,9 +427,9 @@ def test_what_was_there_stays_if_the_new_one_fails(tmp_path: Path, kind: str) ->
     def write_half() -> None:
         with commit.written_beside(tmp_path / "out", None, force=True) as partial:
             partial.write_text("half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a name
 
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=r"No space left on device: .*out'"):
         write_half()
     assert names(tmp_path) == ["out"]
     assert old.read_text() == "old"
@@ -540,17 +493,3 @@ def test_every_file_of_a_folder_is_on_the_disk_before_it_gets_its_name(
     for file in files:
         assert synced.get(file.stat().st_ino) == file.stat().st_size, file.name
     assert (tmp_path / "out").stat().st_ino in synced, "its names too"
-
-
-def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
-    there = tmp_path / "model.safetensors"
-    there.write_bytes(b"old")
-
-    def fill_the_disk() -> None:
-        with commit.written_beside(there, None, force=True) as partial:
-            partial.write_bytes(b"ne")
-            raise OSError(errno.ENOSPC, "No space left on device")  # without a name
-
-    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors'"):
-        fill_the_disk()
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(there.name, b"old")]

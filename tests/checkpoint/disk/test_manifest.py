@@ -130,34 +130,6 @@ def test_who_edits_it_deletes_its_checksum(tmp_path: Path) -> None:
     assert (found.facts.strategy, found.tensors) == ("none", manifest.tensors)
 
 
-@pytest.mark.parametrize(
-    "tied", [{"head": "head"}, {"head": "gone"}, {"gone": "embed"}, {"head": 1}]
-)
-def test_tied_tensors_are_two_that_exist(tmp_path: Path, tied: dict[str, Any]) -> None:
-    _write(tmp_path)
-    write_json(tmp_path, {**read_json(tmp_path), "tied": tied})
-    with pytest.raises(CheckpointError, match=r"'tied', .* expected another tensor with its dtype"):
-        read_manifest(tmp_path)
-
-
-def test_two_pieces_share_no_bytes(tmp_path: Path) -> None:
-    _write(tmp_path)
-    content = read_json(tmp_path)
-    content["tensors"][1]["pieces"][0]["offset"] -= 4
-    write_json(tmp_path, content)
-    with pytest.raises(CheckpointError, match=r"model\.embed and model\.head overlap in shard-00"):
-        read_manifest(tmp_path)
-
-
-def test_an_unknown_field_is_refused_rather_than_ignored(tmp_path: Path) -> None:
-    _write(tmp_path)
-    content = read_json(tmp_path)
-    content["tyed"] = content.pop("tied")
-    write_json(tmp_path, content)
-    with pytest.raises(CheckpointError, match=r"the field 'tyed'.* expected one of"):
-        read_manifest(tmp_path)
-
-
 def test_it_is_written_once_and_only_with_plain_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,17 +67,6 @@ def test_any_part_is_read_through_any_blocks(
     assert streamed == tensor.numpy().tobytes()
 
 
-def test_reading_past_autograd_is_seen_by_it(tmp_path: Path) -> None:
-    manifest = _stored(tmp_path, torch.arange(4.0), 0, 16)
-    weight = torch.nn.Parameter(torch.ones(4))
-    loss = weight.square().sum()
-    with PieceReader(tmp_path, manifest) as reader:
-        read_box(reader, manifest.tensors[0], full_box((4,)), weight)
-    assert weight.tolist() == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_wrong_use_is_told(tmp_path: Path) -> None:
     manifest = _stored(tmp_path, torch.arange(4.0), 0, 16)
     [entry] = manifest.tensors

@@ -295,31 +295,3 @@ def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
         HfSource(tmp_path)
-
-
-def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
-    from shardwise.checkpoint.disk.safetensors import write_safetensors
-
-    tensors = {
-        "bool": torch.tensor([True, False, True]),
-        "half": torch.randn(3, 5, dtype=torch.bfloat16),
-        "double": torch.randn((), dtype=torch.float64),
-        "none": torch.empty(0, 4),
-        "äöü[0:3]": torch.arange(5),
-    }
-    infos = {
-        name: TensorInfo(dtype, tuple(tensors[name].shape))
-        for name, dtype in zip(tensors, ("BOOL", "BF16", "F64", "F32", "I64"), strict=True)
-    }
-
-    write_safetensors(
-        tmp_path / "x.safetensors",
-        infos,
-        lambda name: iter([tensors[name].reshape(-1).view(torch.uint8).numpy().data]),
-    )
-
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor), name
-        assert loaded[name].dtype == tensor.dtype

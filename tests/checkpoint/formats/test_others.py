@@ -15,6 +15,7 @@ from shardwise.checkpoint.formats.detect import Format, open_source
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.checkpoint.tools.survey import list_checkpoints
 from tests.checkpoint.formats.others.net import Net, groups
+from tests.checkpoint.formats.test_torch_xla import drawn
 
 FILES = Path(__file__).parent / "others" / "files"
 
@@ -113,25 +114,6 @@ SHARDS: dict[str, tuple[list[tuple[str, ...]], int]] = {
 }
 
 
-def _drawn(name: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was drawn as ``exp_avg`` of each parameter."""
-    shards, multiple = SHARDS[name]
-    found = {}
-    for i, members in enumerate(shards):
-        count = sum(full[n].numel() for n in members)
-        shape = full[members[0]].shape if multiple == 1 else torch.Size([count])
-        rows = -(-shape[0] // (3 * multiple)) * multiple
-        parts = []
-        for rank in range(3):
-            torch.manual_seed(100 + 10 * i + rank)
-            parts.append(torch.rand(rows, *shape[1:]))
-        flat = torch.cat(parts).flatten()[:count]
-        sizes = [full[n].numel() for n in members]
-        for member, part in zip(members, flat.split(sizes), strict=True):
-            found[member] = part.view(full[member].shape)
-    return found
-
-
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards_of_torch_xla_on_three_ranks(name: str, tmp_path: Path) -> None:
     folder, scalar = FILES / "torch_xla", name == "mixed"
@@ -142,19 +124,20 @@ def test_shards_of_torch_xla_on_three_ranks(name: str, tmp_path: Path) -> None:
     convert(file, tmp_path / "ours", Format.SHARDWISE)
     model = Untied(scalar=scalar)
     named = dict(model.named_parameters())
-    drawn = _drawn(name, full)
-    first = list(drawn)[: 2 if scalar else 3]
+    shards, multiple = SHARDS[name]
+    states = drawn(shards, full, 3, multiple)
+    first = list(states)[: 2 if scalar else 3]
     optimizer = torch.optim.AdamW(
         [
             {"params": [named[n] for n in first]},
-            {"params": [named[n] for n in drawn if n not in first]},
+            {"params": [named[n] for n in states if n not in first]},
         ]
     )
     checkpoint.load(tmp_path / "ours", model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     for param_name, param in named.items():
         assert torch.equal(param, full[param_name]), param_name
-        assert torch.equal(optimizer.state[param]["exp_avg"], drawn[param_name]), param_name
+        assert torch.equal(optimizer.state[param]["exp_avg"], states[param_name]), param_name
         assert optimizer.state[param]["step"] == 2
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from hypothesis import strategies as st
 
 from shardwise.base.boxes import Box, full_box, is_tiling
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
+from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats import source
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, format_of, open_source
 from shardwise.checkpoint.formats.source import (
+    LEAST_BUFFER,
     Extent,
     ExtentReader,
+    ExtentSource,
     ReadWindow,
     check_boxes,
     model_tensors,
@@ -33,7 +37,7 @@ from shardwise.checkpoint.formats.torchfile import (
     write_tree,
 )
 from tests.checkpoint.small import save_small
-from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
+from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes, tilings
 
 
 @QUICK
@@ -65,27 +69,65 @@ def test_a_window_reads_in_parts_and_reports_them(tmp_path: Path) -> None:
         ReadWindow(4095)
 
 
+class _OneTensor(ExtentSource):
+    """A tensor that lies in one file, in pieces."""
+
+    def __init__(self, info: TensorInfo, extents: Sequence[Extent]) -> None:
+        super().__init__(extents[0].file)
+        self.tensors = {("model", "a"): info}
+        self.values: dict[Any, Any] = {}
+        self._extents = extents
+
+    def _extents_of(self, path: Any) -> Sequence[Extent]:
+        return self._extents
+
+
 @QUICK
-@given(shape=shapes.filter(len), data=st.data())
-def test_any_box_is_read_from_any_strides_through_any_scratch(
-    tmp_path: Path, shape: tuple[int, ...], data: st.DataObject
+@given(
+    shape=shapes,
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.float64]),
+    scratch=st.sampled_from([8, 40]),
+    data=st.data(),
+)
+def test_any_box_of_any_cut_in_any_order_of_storage_is_read_through_any_scratch(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype, scratch: int, data: st.DataObject
 ) -> None:
-    order = data.draw(st.permutations(range(len(shape))))
-    tensor = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
-    stored = tensor.permute(*order).contiguous()
-    (tmp_path / "x").write_bytes(bytes(12) + stored.numpy().tobytes())
-    strides = stored.permute(*(order.index(dim) for dim in range(len(shape)))).stride()
-    extent = Extent(full_box(shape), tmp_path / "x", 12, strides)
-    box = data.draw(boxes_in(shape))
-    into = torch.zeros(box.sizes, dtype=torch.int32)
-    scratch = source._MOST_SCRATCH
-    source._MOST_SCRATCH = data.draw(st.sampled_from([4, 40, scratch]))
-    try:
-        with ExtentReader() as reader:
-            reader.read([extent], box, into)
-    finally:
-        source._MOST_SCRATCH = scratch
-    assert torch.equal(into, part_of(tensor, box))
+    whole = torch.arange(math.prod(shape)).view(shape).to(dtype)
+    names = {torch.uint8: "U8", torch.int16: "I16", torch.float64: "F64"}
+    file = tmp_path / "data"
+    extents = []
+    with file.open("wb") as opened:
+        for box in data.draw(tilings(shape)):
+            order = data.draw(st.permutations(range(len(shape))))
+            stored = part_of(whole, box).permute(order).contiguous()
+            back = stored.permute(tuple(map(order.index, range(len(order)))))
+            extents.append(Extent(box, file, opened.tell(), tuple(back.stride())))
+            opened.write(stored.numpy().tobytes())
+
+    with (
+        _OneTensor(TensorInfo(names[dtype], shape), extents) as opened,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        read = b"".join(map(bytes, ReadWindow(LEAST_BUFFER).chunks(opened, ("model", "a"))))
+        assert read == whole.numpy().tobytes()
+        patch.setattr(source, "_MOST_SCRATCH", scratch)
+        wanted = data.draw(boxes_in(shape))
+        out = torch.empty(wanted.sizes, dtype=dtype)
+        opened.read(("model", "a"), wanted, out)
+        assert torch.equal(out, part_of(whole, wanted))
+
+
+def test_a_cut_across_rows_longer_than_the_scratch_buffer_is_read(tmp_path: Path) -> None:
+    whole = torch.arange(3 * 3_000_000, dtype=torch.int16).view(3, 3_000_000)
+    (tmp_path / "data").write_bytes(whole.numpy().tobytes())
+    extent = Extent(Box((0, 0), (3, 3_000_000)), tmp_path / "data", 0, (3_000_000, 1))
+
+    out = torch.empty(3, 2, dtype=torch.int16)
+    reader = ExtentReader()
+    reader.read([extent], Box((0, 2_999_990), (3, 2)), out)
+    reader.close()
+
+    assert torch.equal(out, whole[:, 2_999_990:2_999_992])
 
 
 def test_few_files_are_open_at_a_time_and_none_in_the_end(tmp_path: Path) -> None:
@@ -175,9 +217,14 @@ def test_a_torch_file_is_read_as_torch_reads_it(tmp_path: Path, tree: Any) -> No
 
 
 def test_what_is_written_in_chunks_is_what_torch_would_write(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(50, 3), "n": torch.arange(7), "none": torch.empty(0, 2)}
+    tensors = {
+        "w": torch.randn(50, 3),
+        "n": torch.arange(7),
+        "none": torch.empty(0, 2),
+        "scalar": torch.tensor(0.5, dtype=torch.float64),
+    }
     holes = {
-        name: Placeholder(name, TensorInfo({"n": "I64"}.get(name, "F32"), tuple(t.shape)))
+        name: Placeholder(name, TensorInfo(dtype_name(t.dtype), tuple(t.shape)))
         for name, t in tensors.items()
     }
     tree = {"model": {**holes, "tied": holes["w"]}, "step": 3, "list": [holes["n"], (1, "x")]}
@@ -187,6 +234,7 @@ def test_what_is_written_in_chunks_is_what_torch_would_write(tmp_path: Path) -> 
         return (memoryview(data[i : i + 10]) for i in range(0, len(data), 10))
 
     write_tree(tmp_path / "x.pt", tree, chunks)
+    assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None, "checksums other programs look at"
     found = torch.load(tmp_path / "x.pt", weights_only=True)
     assert found["step"] == 3
     assert found["list"][1] == (1, "x")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from shardwise.checkpoint.formats.detect import Format, open_source
 from shardwise.checkpoint.ranks.xla import consolidate_sharded_model_checkpoints, rank_file
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.checkpoint.tools.survey import list_checkpoints
-from tests.checkpoint.small import Runs
 
 FILES = Path(__file__).parent / "torch_xla"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
@@ -49,28 +46,36 @@ def _full(name: str) -> dict[str, Tensor]:
     return full
 
 
-def _saved_states(name: str) -> dict[str, Tensor]:
-    """What was drawn as ``exp_avg`` of each parameter."""
-    full, world_size = _full(name), RANKS[name]
-    own = [n for n in full if n not in NESTED and "running" not in n and "num_" not in n]
-    params = [tuple(own), NESTED] if "flat" in name else [(n,) for n in (*own, *NESTED)]
+def drawn(
+    shards: Sequence[Sequence[str]], full: Mapping[str, Tensor], world_size: int, multiple: int
+) -> dict[str, Tensor]:
+    """What was drawn as ``exp_avg`` of each parameter of the files, here and of ``test_others``.
+
+    Args:
+        shards: the parameters of each shard, in the order of the optimizer.
+        full: the parameters.
+        world_size: the number of ranks.
+        multiple: what each rank's rows are a multiple of; of 1, shards keep their shapes.
+    """
     found = {}
-    for i, members in enumerate(params):
-        shape = torch.Size([sum(full[n].numel() for n in members)])
-        if name == "dim0":
-            shape = full[members[0]].shape
-        multiple = 1 if name == "dim0" else 128
+    for i, members in enumerate(shards):
+        sizes = [full[n].numel() for n in members]
+        shape = full[members[0]].shape if multiple == 1 else torch.Size([sum(sizes)])
         rows = -(-shape[0] // (world_size * multiple)) * multiple
-        drawn = []
+        parts = []
         for rank in range(world_size):
             generator = torch.Generator().manual_seed(100 + 10 * i + rank)
-            drawn.append(torch.rand(rows, *shape[1:], generator=generator))
-        flat = torch.cat(drawn).flatten()[: shape.numel()]
-        sizes = [full[n].numel() for n in members]
-        found |= {
-            n: part.view(full[n].shape) for n, part in zip(members, flat.split(sizes), strict=True)
-        }
+            parts.append(torch.rand(rows, *shape[1:], generator=generator))
+        each = torch.cat(parts).flatten()[: sum(sizes)].split(sizes)
+        found |= {n: part.view(full[n].shape) for n, part in zip(members, each, strict=True)}
     return found
+
+
+def _saved_states(name: str) -> dict[str, Tensor]:
+    full = _full(name)
+    own = [n for n in full if n not in NESTED and "running" not in n and "num_" not in n]
+    shards = [tuple(own), NESTED] if "flat" in name else [(n,) for n in (*own, *NESTED)]
+    return drawn(shards, full, RANKS[name], 1 if name == "dim0" else 128)
 
 
 def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -375,21 +380,6 @@ def test_files_that_lie_are_refused(
         consolidate_sharded_model_checkpoints(f"{tmp_path}/flat")
 
     assert not list(tmp_path.glob("*consolidated*"))
-
-
-def test_no_code_is_run_and_files_cut_short_are_refused(tmp_path: Path) -> None:
-    shutil.copytree(FILES, tmp_path / "files")
-    file = rank_file(f"{tmp_path}/files/flat", 1, 2)
-    data, evidence = file.read_bytes(), tmp_path / "evidence"
-    run = functools.partial(consolidate_sharded_model_checkpoints, f"{tmp_path}/files/flat")
-    torch.save({"model": {}, "shard_metadata": Runs(evidence)}, file)
-    with pytest.raises(CheckpointError, match="without running code"):
-        run()
-    assert not evidence.exists()
-    for length in range(0, len(data), math.ceil(len(data) / 20)):
-        file.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match=file.name):
-            run()
 
 
 def test_a_rank_of_ours_does_not_load_them_alone(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.optimizer_loading import destinations, load_optimizer_tree
 from shardwise.checkpoint.ranks.saving import Handle, copies
 from shardwise.checkpoint.ranks.state import (
-    SavedState,
     check_same_names,
     check_tensor,
     facts_of,
@@ -37,22 +36,6 @@ def test_tensors_share_memory_and_values_are_copied() -> None:
     values = {value.path: value.value for value in state.values}
     assert values["extra", "seen"] == [1], "training goes on while it is written"
     assert values["extra", "rows", 1] == 3
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "extra.a.b: two tensors have this"),
-        ({"a\n": 1}, "expected a name of printable characters"),
-        ({"a": torch.ones(1, device="meta")}, "extra.a: is on the meta device; materialize it"),
-        ({"a": torch.ones(2).to_sparse()}, "extra.a: found layout torch.sparse_coo, expected a"),
-        ({"a": torch.ones(1, dtype=torch.complex128)}, "extra.a: found dtype complex128"),
-        ({"a": object()}, "extra.a: found builtins.object"),
-    ],
-)
-def test_what_cannot_be_saved_is_named(tree: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        SavedState().add("extra", tree)
 
 
 def test_a_tensor_that_can_be_saved_is_returned() -> None:

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint import CheckpointError, load_weights, save_hf
 from shardwise.checkpoint.disk.manifest import read_manifest
-from tests.checkpoint.small import make, same, save_small
-from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
 from tests.threads import run_threads
-
-
-@QUICK
-@given(shape=shapes, data=st.data())
-def test_runs_are_the_elements_of_a_box_in_the_full_tensor(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    box = data.draw(boxes_in(shape))
-    runs = list(box.runs(shape))
-    found = [element for first, count in runs for element in range(first, first + count)]
-    tensor = torch.arange(math.prod(shape)).view(shape)
-    assert found == part_of(tensor, box).flatten().tolist()
-    assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs) if box.sizes == shape), (
-        "a full tensor is one run"
-    )
-
-
-@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "step"])
-def test_weights_are_loaded_from_any_format(tmp_path: Path, name: str) -> None:
-    if name == "step":
-        saved, _ = save_small(tmp_path / name)
-    else:
-        saved, _ = make()
-        state = {k: v for k, v in saved.state_dict().items() if isinstance(v, torch.Tensor)}
-        if name == "w.pt":
-            torch.save({"model": state}, tmp_path / name)
-        else:
-            save_file(state, tmp_path / name)
-    loaded, _ = make(seed=1)
-    assert not same(loaded, saved)
-    load_weights(tmp_path / name, loaded)
-    assert same(loaded, saved)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "step"])

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
+from shardwise.checkpoint.formats.detect import Format, open_source
 from shardwise.checkpoint.formats.source import (
     LEAST_BUFFER,
-    Extent,
-    ExtentReader,
-    ExtentSource,
-    ReadWindow,
 )
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import Difference, differences
@@ -87,6 +77,8 @@ def test_weights_come_back_through_every_format(saved: Path, tmp_path: Path) -> 
     assert not wrong(model, torch.optim.SGD(model.parameters()))
     assert len(read_manifest(tmp_path / "5").files) == 1
     assert all(diff.what == "missing" for diff in _diff(saved, tmp_path / "5"))
+    with pytest.raises(ValueError, match="use consolidate"):
+        convert(saved, tmp_path / "torch", Format.TORCH)
 
 
 @pytest.mark.parametrize("run", [True, False], ids=["in the run", "in the checkpoint"])
@@ -137,51 +129,6 @@ def test_tied_weights_are_written_once_unless_who_reads_them_will_not_tie_them(
     convert(tmp_path / "none", tmp_path / "dcp", Format.DCP)
     convert(tmp_path / "dcp", tmp_path / "dcp-hf", Format.HF)
     assert set(load_file(tmp_path / "dcp-hf" / "model.safetensors")) == names
-
-
-class Known(nn.Linear):
-    """A model that says what it is, as those of transformers do."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(2, 3)
-        self.text = text
-
-    @property
-    def config(self) -> Known:
-        return self
-
-    def to_json_string(self) -> str:
-        return self.text
-
-
-def test_what_a_model_says_that_it_is_becomes_its_config_json(tmp_path: Path) -> None:
-    for i, (text, written) in enumerate(
-        {
-            '{"model_type": "mine", "list": [1, null]}': True,
-            '{"list": []}': False,
-            '["model_type"]': False,
-            '{"model_type": "mine", "limit": Infinity}': False,
-            "no JSON": False,
-        }.items()
-    ):
-        checkpoint.save(tmp_path / f"{i}", Known(text))
-        convert(tmp_path / f"{i}", tmp_path / f"{i}-hf", Format.HF)
-        config = tmp_path / f"{i}-hf" / "config.json"
-        assert config.exists() == written, text
-        assert not written or json.loads(config.read_text()) == json.loads(text)
-
-
-def test_a_format_is_told_by_what_is_there(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="found nothing there"):
-        find_checkpoint(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="found no checkpoint"):
-        find_checkpoint(tmp_path / "empty")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match="found no checkpoint"):
-        find_checkpoint(tmp_path / "notes.txt")
-    with pytest.raises(ValueError, match="use consolidate"):
-        convert(saved, tmp_path / "torch", Format.TORCH)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -251,79 +198,3 @@ def test_differences_in_names_shapes_dtypes_and_values_are_told(tmp_path: Path) 
     assert found.pop("extra.step") == Difference("extra.step", "value", "1", "2")
     assert found.pop("extra.only") == Difference("extra.only", "missing", "'a'", "")
     assert not found
-
-
-# ---- reading boxes of any cut, in any order of storage ----
-
-
-class _OneTensor(ExtentSource):
-    """A tensor that lies in one file, in pieces."""
-
-    def __init__(self, info: TensorInfo, extents: Sequence[Extent]) -> None:
-        super().__init__(extents[0].file)
-        self.tensors = {("model", "a"): info}
-        self.values: dict[Any, Any] = {}
-        self._extents = extents
-
-    def _extents_of(self, path: Any) -> Sequence[Extent]:
-        return self._extents
-
-
-@st.composite
-def _cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[tuple[int, ...]], Box]:
-    """A shape, boxes that fill it, an order of dimensions for each, and a box to read."""
-    shape = tuple(draw(st.lists(st.integers(1, 30), min_size=0, max_size=4)))
-    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-    spans = [list(itertools.pairwise(cut)) for cut in cuts]
-    boxes = [
-        Box(tuple(a for a, _ in each), tuple(b - a for a, b in each))
-        for each in itertools.product(*spans)
-    ]
-    orders = [tuple(draw(st.permutations(range(len(shape))))) for _ in boxes]
-    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(draw(st.integers(1, size - a)) for a, size in zip(offsets, shape, strict=True))
-    return shape, boxes, orders, Box(offsets, sizes)
-
-
-@settings(deadline=None, max_examples=150)
-@given(_cut(), st.sampled_from([torch.uint8, torch.int16, torch.float64]))
-def test_any_box_of_any_cut_in_any_order_of_storage(
-    tmp_path_factory: pytest.TempPathFactory, cut: Any, dtype: torch.dtype
-) -> None:
-    shape, boxes, orders, wanted = cut
-    whole = torch.randint(100, shape).to(dtype)
-    names = {torch.uint8: "U8", torch.int16: "I16", torch.float64: "F64"}
-    file = tmp_path_factory.mktemp("extents") / "data"
-    extents = []
-    with file.open("wb") as opened:
-        for box, order in zip(boxes, orders, strict=True):
-            part = whole[tuple(map(slice, box.offsets, _ends(box)))]
-            stored = part.permute(order).contiguous()
-            back = stored.permute(tuple(map(order.index, range(len(order)))))
-            extents.append(Extent(box, file, opened.tell(), tuple(back.stride())))
-            opened.write(stored.numpy().tobytes())
-
-    with _OneTensor(TensorInfo(names[dtype], shape), extents) as source:
-        window = ReadWindow(LEAST_BUFFER)
-        data = b"".join(map(bytes, window.chunks(source, ("model", "a"))))
-        assert data == whole.numpy().tobytes()
-        out = torch.empty(wanted.sizes, dtype=dtype)
-        source.read(("model", "a"), wanted, out)
-        assert torch.equal(out, whole[tuple(map(slice, wanted.offsets, _ends(wanted)))])
-
-
-def _ends(box: Box) -> tuple[int, ...]:
-    return tuple(a + n for a, n in zip(box.offsets, box.sizes, strict=True))
-
-
-def test_a_cut_across_rows_longer_than_the_scratch_buffer_is_read(tmp_path: Path) -> None:
-    whole = torch.arange(3 * 3_000_000, dtype=torch.int16).view(3, 3_000_000)
-    (tmp_path / "data").write_bytes(whole.numpy().tobytes())
-    extent = Extent(Box((0, 0), (3, 3_000_000)), tmp_path / "data", 0, (3_000_000, 1))
-
-    out = torch.empty(3, 2, dtype=torch.int16)
-    reader = ExtentReader()
-    reader.read([extent], Box((0, 2_999_990), (3, 2)), out)
-    reader.close()
-
-    assert torch.equal(out, whole[:, 2_999_990:2_999_992])

@@ -103,7 +103,7 @@ _SMALL = _MIB  # the most bytes that come from small segments
 _STEPS = 3  # after which what is reserved grows no more
 
 
-class _SegmentPart(NamedTuple):
+class SegmentPart(NamedTuple):
     """A part of a segment; in this order, the allocator chooses between parts."""
 
     small: bool
@@ -121,11 +121,11 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.reserved = 0
         self._end = 0  # of all addresses
-        self._free: list[_SegmentPart] = []  # ascending
-        self._from: dict[int, _SegmentPart] = {}  # the free ones, by their first address
-        self._until: dict[int, _SegmentPart] = {}  # and by the one behind them
+        self._free: list[SegmentPart] = []  # ascending
+        self._from: dict[int, SegmentPart] = {}  # the free ones, by their first address
+        self._until: dict[int, SegmentPart] = {}  # and by the one behind them
 
-    def allocate(self, nbytes: int) -> _SegmentPart:
+    def allocate(self, nbytes: int) -> SegmentPart:
         """Return a part for a tensor."""
         nbytes = max(1, -(-nbytes // _BLOCK)) * _BLOCK
         small = nbytes <= _SMALL
@@ -137,10 +137,10 @@ class CachingAllocator:
         left = part.nbytes - nbytes
         if left < _BLOCK if small else left <= _SMALL:
             return part
-        self._note_free(_SegmentPart(small, left, part.address + nbytes))
+        self._note_free(SegmentPart(small, left, part.address + nbytes))
         return part._replace(nbytes=nbytes)
 
-    def free(self, part: _SegmentPart) -> None:
+    def free(self, part: SegmentPart) -> None:
         """Take a part back, and join it with free neighbors."""
         small, nbytes, address = part
         if (before := self._until.get(address)) is not None:
@@ -148,9 +148,9 @@ class CachingAllocator:
             nbytes += before.nbytes
         if (after := self._from.get(address + nbytes)) is not None:
             nbytes += self._forget_free(after).nbytes
-        self._note_free(_SegmentPart(small, nbytes, address))
+        self._note_free(SegmentPart(small, nbytes, address))
 
-    def _segment(self, nbytes: int, small: bool) -> _SegmentPart:
+    def _segment(self, nbytes: int, small: bool) -> SegmentPart:
         if small:
             size = 2 * _MIB
         elif nbytes < 10 * _MIB:
@@ -158,15 +158,15 @@ class CachingAllocator:
         else:
             size = -(-nbytes // (2 * _MIB)) * 2 * _MIB
         self.reserved += size
-        part = _SegmentPart(small, size, self._end)
+        part = SegmentPart(small, size, self._end)
         self._end += size + 1  # one more, since parts of two segments are no neighbors
         return part
 
-    def _note_free(self, part: _SegmentPart) -> None:
+    def _note_free(self, part: SegmentPart) -> None:
         bisect.insort(self._free, part)
         self._from[part.address] = self._until[part.address + part.nbytes] = part
 
-    def _forget_free(self, part: _SegmentPart) -> _SegmentPart:
+    def _forget_free(self, part: SegmentPart) -> SegmentPart:
         del self._free[bisect.bisect_left(self._free, part)]
         del self._until[part.address + part.nbytes]
         return self._from.pop(part.address)
@@ -183,7 +183,7 @@ def reserved(log: Log) -> int:
         if kind is not Memory.OPTIMIZER and nbytes:
             allocator.allocate(nbytes)
     changes = [event for event in log.events if isinstance(event, Change)]
-    held: dict[tuple[Memory, str, int], list[_SegmentPart]] = defaultdict(list)
+    held: dict[tuple[Memory, str, int], list[SegmentPart]] = defaultdict(list)
     for step in range(_STEPS):
         for change in changes:
             mine = held[change.kind, change.module, abs(change.nbytes)]
