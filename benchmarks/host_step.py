@@ -24,7 +24,7 @@ from _worlds import World
 from overhead import WIDTH, shard
 
 TITLES = {"floor": "unsharded", "ours": "shardwise", "fsdp2": "torch FSDP2"}
-KINDS: dict[str, dict[str, bool]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "torch's default": {},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
@@ -52,7 +52,7 @@ class StepsWorker:
                 found[name].append(self._step(model, optimizer, clip))
         return found
 
-    def _make(self, name: str, groups: int, options: dict[str, bool]) -> tuple[Any, Any, Any]:
+    def _make(self, name: str, groups: int, options: dict[str, Any]) -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(groups)))
         shard(name, model)
