@@ -6,9 +6,11 @@ The peer is a subclass of the same optimizer, which keeps to the way through ``D
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,8 +92,7 @@ def assert_alike(optimizer: Optimizer, peer: Optimizer) -> None:
             assert torch.equal(_bits(param), _bits(theirs))
             state, expected = optimizer.state[param], peer.state[theirs]
             assert list(state) == list(expected)
-            for key, value in state.items():
-                like = expected[key]
+            for (key, value), like in zip(state.items(), expected.values(), strict=True):
                 assert type(value) is type(like), key
                 assert value.shape == like.shape and value.dtype == like.dtype, key
                 assert torch.equal(_bits(value), _bits(like)), key
@@ -177,11 +178,14 @@ def test_a_subclass_sees_its_parameters(rank: int, world_size: int) -> None:
 
 @on_threads(2)
 def test_differentiable_steps_are_refused_as_in_one_process(rank: int, world_size: int) -> None:
-    net = sharded_net()
-    optimizer = torch.optim.SGD(net.parameters(), differentiable=True)
-    loss_of(net, batches(2)[rank]).backward()
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        optimizer.step()
+    for is_loaded in (False, True):
+        net = sharded_net()
+        optimizer = torch.optim.SGD(net.parameters(), differentiable=True)
+        if is_loaded:  # the options of groups change, and not what steps
+            optimizer.load_state_dict(torch.optim.SGD(net.parameters()).state_dict())
+        loss_of(net, batches(2)[rank]).backward()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            optimizer.step()
 
 
 # -- what a program does around a step ---------------------------------------------------------
@@ -293,6 +297,102 @@ def test_a_closure_that_raises_leaves_all_as_it_was(rank: int, world_size: int) 
         assert torch.equal(param.to_local(), value)
     optimizer.step()
     assert len(optimizer.state) == len(before)
+
+
+def _by_arguments(model: Any, optimizer: Optimizer) -> None:
+    def before(_: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in args[0].param_groups:
+            group["lr"] *= 0.5
+            for param in group["params"]:
+                param.grad = param.grad / 2
+
+    def after(_: Optimizer, args: Any, kwargs: Any) -> None:
+        for state in args[0].state.values():
+            state["exp_avg"] = state["exp_avg"] / 2
+        args[0].zero_grad()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _add_closure(model: Any, optimizer: Optimizer) -> None:
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss_of(model, batches(2, 7)[0]).backward()
+        first, *others = optimizer.param_groups[0]["params"]
+        optimizer.param_groups = [{**optimizer.param_groups[0], "params": [first]}]
+        optimizer.add_param_group({"params": others, "lr": 0.1})
+
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((args[0], closure), kwargs))
+
+
+def _step_in_closure(model: Any, optimizer: Optimizer) -> None:
+    step = optimizer.step
+
+    def closure() -> None:
+        step()
+        loss_of(model, batches(2, 7)[0]).backward()
+
+    optimizer.step = functools.partial(step, closure)  # type: ignore[method-assign]
+
+
+def _compute_rate(model: Any, optimizer: Optimizer) -> None:
+    class Group(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return 0.5 if key == "lr" else super().__getitem__(key)
+
+    optimizer.param_groups[0] = Group(optimizer.param_groups[0])
+
+
+def _compute_states(model: Any, optimizer: Optimizer) -> None:
+    class State(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return super().__getitem__(key) * (0.5 if key == "exp_avg" else 1)
+
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = State(state)
+
+
+def _have_states_begin(model: Any, optimizer: Optimizer) -> None:
+    def begin() -> dict[str, Any]:
+        return {key: copy.deepcopy(value) for key, value in first.items()}
+
+    (first, *_) = optimizer.state.values()
+    param = next(model.parameters())
+    optimizer.state = defaultdict(begin)
+    optimizer.param_groups[0]["params"] = [param]
+
+
+def _shard_betas(model: Any, optimizer: Optimizer) -> None:
+    mesh = next(model.parameters()).device_mesh
+    betas = (distribute_tensor(torch.tensor(b), mesh, [Replicate()]) for b in (0.8, 0.9))
+    optimizer.param_groups[0]["betas"] = tuple(betas)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _by_arguments,
+        _add_closure,
+        _step_in_closure,
+        _compute_rate,
+        _compute_states,
+        _have_states_begin,
+        _shard_betas,
+    ],
+)
+@on_threads(2)
+def test_what_a_program_does_with_an_optimizer_counts(
+    rank: int, world_size: int, change: Callable[[Any, Optimizer], None]
+) -> None:
+    models, optimizers = _peers(torch.optim.Adam, {"lr": 0.01})
+    for step in range(3):
+        _train(models, optimizers, rank, step)
+        for each in zip(models, optimizers, strict=True):
+            change(*each) if step == 0 else None
+    _assert_alike(*optimizers)
+    rates = [[group["lr"] for group in each.param_groups] for each in optimizers]
+    assert rates[0] == rates[1]
 
 
 def _load(optimizer: Optimizer) -> None:
@@ -430,34 +530,64 @@ def test_states_that_are_no_shards_are_refused_as_by_torch(rank: int, world_size
         assert torch.equal(param.to_local(), before)
 
 
+@pytest.mark.parametrize("options", MODES + FUSED, ids=str)
+@pytest.mark.parametrize("is_state", [False, True])
 @on_threads(2)
-def test_a_penalty_of_old_values_is_refused_as_in_one_process(rank: int, world_size: int) -> None:
+def test_a_penalty_of_old_values_is_refused_as_in_one_process(
+    rank: int, world_size: int, options: dict[str, Any], is_state: bool
+) -> None:
     net = sharded_net()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    loss_of(net, batches(2)[rank]).backward()
-    penalty = sum(param.square().sum() for param in net.parameters())
-    optimizer.step()
+    optimizer = torch.optim.AdamW(net.parameters(), **options)
+    for _ in range(2):
+        loss_of(net, batches(2)[rank]).backward()
+        old = [
+            param * optimizer.state[param]["exp_avg"] if is_state and optimizer.state else param**2
+            for param in net.parameters()
+        ]
+        optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        penalty.backward()  # type: ignore[union-attr]
+        sum(each.sum() for each in old).backward()  # type: ignore[union-attr]
 
 
 # -- memory ------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Only what nobody refers to any more is freed, and no cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", MODES + FUSED, ids=str)
 @on_threads(2)
-def test_a_step_keeps_neither_gradients_nor_states_alive(rank: int, world_size: int) -> None:
+def test_a_step_keeps_neither_gradients_nor_states_alive(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
     net = sharded_net()
-    optimizer = torch.optim.Adam(net.parameters())
-    for _ in range(2):
+    optimizer = torch.optim.Adam(net.parameters(), **options)
+    param = next(net.parameters())
+    for is_in_hook in (False, True):
         loss_of(net, batches(2)[rank]).backward()
-        optimizer.step()
-        param = next(net.parameters())
         grad = weakref.ref(param.grad.to_local())
-        state = weakref.ref(optimizer.state[param]["exp_avg"]._local_tensor)
-        optimizer.zero_grad()
-        optimizer.state.clear()
-        gc.collect()
-        assert grad() is None and state() is None
+        freed: list[bool] = []
+
+        def drop(*_: Any, grad: Any = grad, freed: list[bool] = freed) -> None:
+            optimizer.zero_grad()
+            freed.append(grad() is None)
+
+        with _no_collector():
+            if is_in_hook:
+                optimizer.register_step_post_hook(drop)
+            optimizer.step()
+            drop()
+            state = weakref.ref(optimizer.state[param]["exp_avg"]._local_tensor)
+            optimizer.state.clear()
+            assert all(freed) and state() is None
 
 
 @contextmanager
@@ -482,8 +612,8 @@ def _fail_in_the_kernel(rank: int, world_size: int) -> None:
         optimizer.step()
     param = next(net.parameters())
     grad = weakref.ref(param.grad.to_local())
+    gc.collect()  # the error has seen the frames of the step
     optimizer.zero_grad()
-    gc.collect()
     assert grad() is None
 
 

@@ -2,22 +2,22 @@
 
 An optimizer that updates each element by itself computes the same numbers from the local tensors of
 parameters, gradients and states as from the ``DTensor``s around them, and needs no dispatch of each
-operation. Torch calls a hook before a step, which may replace its arguments. Ours replaces
-``self``, for the code of the step alone, by a stand-in that shares all attributes but two:
+operation. Torch calls a hook before a step, which may replace its arguments. Ours replaces ``self``
+by a stand-in that shares all attributes, two of which differ for torch's code of the step alone:
 
     param_groups    the same options, and local tensors in place of parameters
     state           reads local tensors of states, and writes what is new as ``DTensor``s
 
 The optimizer itself, which the program, hooks and checkpoints see, always has ``DTensor``s. The
-stand-in looks at it when the step first asks for groups, after all hooks, and after a closure. If
-it finds what has no local meaning, the step works on the optimizer's own groups, as in torch.
+step asks for groups after all hooks and its closure, and nothing but the step keeps what it gets.
+If the optimizer has what has no local meaning, these are its own groups, as in torch.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,10 +90,8 @@ def stepping_locally(
         return None
     stand_in = object.__new__(_STAND_INS[type(optimizer)])
     stand_in.__dict__ = optimizer.__dict__  # one and the same: scaling of gradients is noted there
-    look = stand_in.look = _Look(optimizer)
-    rest = [look.after(each) if callable(each) else each for each in args[1:]]
-    named = {key: look.after(value) if callable(value) else value for key, value in kwargs.items()}
-    return (stand_in, *rest), named
+    stand_in.optimizer = optimizer
+    return (stand_in, *args[1:]), kwargs
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -107,16 +105,21 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
-    """Return a class of optimizers whose groups and states are those of a look at another one."""
+    """Return a class of optimizers whose steps see local tensors of another one."""
+
+    def is_for_step() -> bool:  # hooks get the stand-in, too, among the arguments
+        return sys._getframe(2).f_globals.get("__name__") == kind.step.__module__
 
     def param_groups(self: Any) -> list[dict[str, Any]]:
-        return cast(_Look, self.look).param_groups
+        optimizer: torch.optim.Optimizer = self.optimizer
+        local = _local_groups(optimizer) if is_for_step() else None
+        return optimizer.param_groups if local is None else local
 
-    def state(self: Any) -> Mapping[Tensor, Any]:
-        return cast(_Look, self.look).state
+    def state(self: Any) -> Any:
+        return _States(self.optimizer.state) if is_for_step() else self.optimizer.state
 
     body = {
-        "__slots__": ("look",),
+        "__slots__": ("optimizer",),
         "__module__": __name__,
         "param_groups": property(param_groups),
         "state": property(state),
@@ -127,117 +130,117 @@ def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
 _STAND_INS = {kind: _stand_in_class(kind) for kind in _CUT}
 
 
-class _Look:
-    """What an optimizer has for a step, as local tensors.
+def _local_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+    """Return groups with local tensors, of parameters that have a gradient, if all can have them.
 
-    Args:
-        optimizer: the optimizer.
+    Each tensor brings its states along, for :class:`_States`.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._cut = _CUT[type(optimizer)]
-        self._groups: list[dict[str, Any]] | None = None
-        self._states: Mapping[Tensor, Any] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, with local tensors in place of parameters that have a gradient."""
-        if self._groups is None:
-            self._groups, self._states = self._take()
-        return self._groups
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """The states, by local tensor."""
-        if self._groups is None:
-            self._groups, self._states = self._take()
-        return self._states
-
-    def after(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a closure after which the optimizer is looked at anew."""
-
-        @functools.wraps(closure)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = closure(*args, **kwargs)
-            self._groups = None
-            return result
-
-        return call
-
-    def _take(self) -> tuple[list[dict[str, Any]], Mapping[Tensor, Any]]:
-        """Return groups and states of local tensors; the optimizer's own, if some have none."""
-        optimizer = self._optimizer
-        states = _LocalStates(optimizer.state)
-        sharded, groups = [], []
-        for group in optimizer.param_groups:
-            if group["differentiable"] or any(isinstance(each, DTensor) for each in group.values()):
-                return optimizer.param_groups, optimizer.state
-            shown = []
-            for param in group["params"]:
-                if (grad := dtensor.placed_grad(param)) is None:
-                    continue
-                local = param
-                if isinstance(param, DTensor):
-                    local, state = dtensor.local_with_grad(param, grad), self._local_state(param)
-                    if local is None or state is None:
-                        return optimizer.param_groups, optimizer.state
-                    states[local] = state
-                    sharded.append(param)
-                shown.append(local)
-            groups.append({**group, "params": shown})
-        # As each operation on a DTensor does, for those who have kept it for a backward.
-        increment_version(sharded)
-        return groups, states
-
-    def _local_state(self, param: Tensor) -> _LocalState | None:
-        """Return the local tensors of the states of a parameter, if they can stand for them."""
-        cut, spec, found = self._cut, dtensor.spec_of(param), _LocalState()
-        found.look, found.param = self, param
-        for key, value in self._optimizer.state.get(param, _NONE).items():
-            part = dtensor.part_like(value, spec) if key in cut else value
-            if part is None or isinstance(part, DTensor):
-                return None
-            dict.__setitem__(found, key, part)
-        return found
-
-    def write(self, param: Tensor, key: str, value: Any) -> None:
-        """Give the optimizer a state that is new: a local tensor, or another value."""
-        is_cut = key in self._cut and isinstance(value, Tensor)
-        self._optimizer.state[param][key] = dtensor.placed_as(param, value) if is_cut else value
+    if not _has_local_meaning(optimizer):
+        return None
+    written: list[Tensor] = []
+    groups = []
+    for group in optimizer.param_groups:
+        shown = []
+        for param in group["params"]:
+            if (grad := dtensor.placed_grad(param)) is None:
+                continue
+            local = param
+            if isinstance(param, DTensor):
+                written.append(param)
+                state = _local_state(optimizer, param, written)
+                local = dtensor.local_with_grad(param, grad)
+                if local is None or state is None:
+                    return None
+                setattr(local, _STATE, state)
+            shown.append(local)
+        groups.append({**group, "params": shown})
+    # As each operation on a DTensor does, for those who have kept it for a backward.
+    increment_version(written)
+    return groups
 
 
-_NONE: Mapping[str, Any] = {}
+def _has_local_meaning(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether groups and states are as torch makes them, with options that parts can have."""
+    groups = optimizer.param_groups
+    return (
+        getattr(optimizer.state, "default_factory", None) is dict
+        and not optimizer.defaults["differentiable"]
+        and all(type(group) is dict and not group.get("differentiable") for group in groups)
+        and not any(_is_dtensor(each) for group in groups for each in group.values())
+    )
 
 
-class _LocalStates(dict[Tensor, Any]):
-    """States of an optimizer by local tensor. Parameters that are no ``DTensor`` have their own.
+def _is_dtensor(option: object) -> bool:
+    """Whether an option of a group is a ``DTensor``, or a pair of them as ``betas`` are."""
+    return isinstance(option, DTensor) or (
+        isinstance(option, tuple) and any(isinstance(each, DTensor) for each in option)
+    )
+
+
+#: The attribute of a local tensor that has the states of its parameter.
+_STATE = "_shardwise_state"
+
+
+class _States:
+    """States by local tensor. Parameters that stay as they are have their own.
 
     Args:
-        states: by parameter.
+        states: of the optimizer.
     """
 
     def __init__(self, states: Mapping[Tensor, Any]) -> None:
-        super().__init__()
         self._states = states
 
-    def __missing__(self, param: Tensor) -> Any:
-        return self._states[param]
+    def __getitem__(self, param: Tensor) -> Any:
+        local: _LocalState | None = getattr(param, _STATE, None)
+        return self._states[param] if local is None else local
 
 
 class _LocalState(dict[str, Any]):
     """The states of a parameter as local tensors. What is new goes to the optimizer, too.
 
     Attributes:
-        look: at the optimizer.
+        optimizer: the optimizer.
         param: the parameter.
     """
 
-    __slots__ = ("look", "param")
-    look: _Look
+    __slots__ = ("optimizer", "param")
+    optimizer: torch.optim.Optimizer
     param: Tensor
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if value is not self.get(key, self):
-            super().__setitem__(key, value)
-            self.look.write(self.param, key, value)
+        if value is self.get(key, self):
+            return
+        super().__setitem__(key, value)
+        is_cut = key in _CUT[type(self.optimizer)] and isinstance(value, Tensor)
+        kept = dtensor.placed_as(self.param, value) if is_cut else value
+        self.optimizer.state[self.param][key] = kept
+
+
+def _local_state(
+    optimizer: torch.optim.Optimizer, param: Tensor, written: list[Tensor]
+) -> _LocalState | None:
+    """Return the states of a parameter as local tensors, if these can stand for them.
+
+    Args:
+        optimizer: the optimizer.
+        param: the parameter.
+        written: gets the ``DTensor``s of which the step writes to the local tensors.
+    """
+    cut, spec, found = _CUT[type(optimizer)], dtensor.spec_of(param), _LocalState()
+    found.optimizer, found.param = optimizer, param
+    states = optimizer.state.get(param, _NONE)
+    if type(states) is not dict:  # it may compute what is read
+        return None
+    for key, value in states.items():
+        part = value
+        if key in cut:
+            part = dtensor.part_like(value, spec)
+            written.append(value)
+        if part is None or isinstance(part, DTensor):
+            return None
+        dict.__setitem__(found, key, part)
+    return found
+
+
+_NONE: dict[str, Any] = {}
