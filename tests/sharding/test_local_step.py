@@ -348,6 +348,23 @@ def _shard_betas(model: Any, optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["betas"] = tuple(betas)
 
 
+def _list_twice(model: Any, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(next(model.parameters()))
+    optimizer.state.clear()
+
+
+def _have_own_code(model: Any, optimizer: Any) -> None:
+    init_group = optimizer._init_group
+
+    def init(group: dict[str, Any], *args: Any) -> Any:
+        found = init_group(group, *args)
+        for param in group["params"]:
+            optimizer.state[param]["seen"] = torch.ones(())
+        return found
+
+    optimizer._init_group = init
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -358,6 +375,8 @@ def _shard_betas(model: Any, optimizer: Optimizer) -> None:
         _compute_states,
         _have_states_begin,
         _shard_betas,
+        _list_twice,
+        _have_own_code,
     ],
 )
 @on_threads(2)

@@ -288,6 +288,7 @@ TORCHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Rprop": torch.optim.Rprop,
 }
 
+
 @on_threads(3)
 def test_torchs_optimizers_step_shards_as_whole_parameters(rank: int, world_size: int) -> None:
     for name, make in TORCHS.items():
