@@ -20,7 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import optim
@@ -653,6 +659,24 @@ def test_an_optimizer_of_another_kind_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"found Mine, expected one of Adadelta, .*optim\.local"):
         optim.step_on_shards(Mine([nn.Parameter(torch.ones(2))]))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
+@on_threads(2)
+def test_gradients_with_other_placements_stay_as_they_are_if_others_have_sharded(
+    rank: int, world_size: int, placement: Placement
+) -> None:
+    mesh, optimizers = init_device_mesh("cpu", (2,)), []
+    for kind in (torch.optim.SGD, type("SGD", (torch.optim.SGD,), {})):
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        param.grad = grad = distribute_tensor(torch.ones(4, 2), mesh, [placement])
+        optimizer = kind([param], momentum=0.9)
+        if kind is torch.optim.SGD:
+            optim.step_on_shards(optimizer)
+        optimizer.step()
+        assert param.grad is grad
+        optimizers.append(optimizer)
+    _assert_alike(*optimizers)
 
 
 @on_threads(2)

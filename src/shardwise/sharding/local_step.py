@@ -139,7 +139,7 @@ def _local_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | No
     for group in optimizer.param_groups:
         shown = []
         for param in group["params"]:
-            if (grad := dtensor.placed_grad(param)) is None:
+            if (grad := param.grad) is None:
                 continue
             local = param
             if isinstance(param, DTensor):
