@@ -687,3 +687,18 @@ def test_dtensors_that_nobody_of_ours_made_are_left_as_they_are(rank: int, world
     with _SeesDTensors() as seen:
         torch.optim.SGD([param]).step()
     assert seen.found
+
+
+# -- what makes the way through DTensor as short as it can be ----------------------------------
+
+
+@on_threads(2)
+def test_models_share_the_default_mesh_and_equal_specs(rank: int, world_size: int) -> None:
+    models = [sharded_net() for _ in range(2)]
+    for param, other in zip(*(each.parameters() for each in models), strict=True):
+        assert param._spec is other._spec and param.device_mesh is other.device_mesh
+        before = copy.copy(param._spec)
+        loss_of(models[0], batches(2)[rank]).backward()
+        assert param.grad._spec is param._spec
+        param.detach().unsqueeze(0).squeeze_(0)  # changes the spec of the view in place
+        assert other._spec == before and hash(other._spec) == hash(before)
