@@ -294,6 +294,8 @@ def _by_arguments(model: Any, optimizer: Optimizer) -> None:
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         for state in args[0].state.values():
             state["exp_avg"] = state["exp_avg"] / 2
+        args[0].load_state_dict(copy.deepcopy(args[0]).state_dict())
+        args[0].param_groups = [dict(group) for group in args[0].param_groups]
         args[0].zero_grad()
 
     optimizer.register_step_pre_hook(before)

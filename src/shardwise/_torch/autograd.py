@@ -284,7 +284,9 @@ def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_read_by_step(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether torch's code of a step calls the function that calls this one."""
-    return sys._getframe(2).f_globals.get("__name__") == kind.step.__module__
+    frame = sys._getframe(2)
+    is_of_step = frame.f_code.co_name in ("step", "_init_group")
+    return is_of_step and frame.f_globals.get("__name__") == kind.step.__module__
 
 
 def disable_compile(function: _F) -> _F:

@@ -15,7 +15,7 @@ If the optimizer has what has no local meaning, these are its own groups, as in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,11 +115,15 @@ def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
         states = self.optimizer.state
         return _States(states) if autograd.is_read_by_step(kind) else states
 
+    def write(name: str) -> Callable[[Any, Any], None]:
+        return lambda self, value: setattr(self.optimizer, name, value)
+
     body = {
         "__slots__": ("optimizer",),
         "__module__": __name__,
-        "param_groups": property(param_groups),
-        "state": property(state),
+        "__reduce_ex__": lambda self, protocol: self.optimizer.__reduce_ex__(protocol),
+        "param_groups": property(param_groups, write("param_groups")),
+        "state": property(state, write("state")),
     }
     return type(kind.__name__, (kind,), body)
 
