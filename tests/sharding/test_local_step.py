@@ -20,7 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import optim
@@ -309,6 +315,8 @@ def _by_arguments(model: Any, optimizer: Optimizer) -> None:
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         for state in args[0].state.values():
             state["exp_avg"] = state["exp_avg"] / 2
+        args[0].load_state_dict(copy.deepcopy(args[0]).state_dict())
+        args[0].param_groups = [dict(group) for group in args[0].param_groups]
         args[0].zero_grad()
 
     optimizer.register_step_pre_hook(before)
@@ -369,6 +377,23 @@ def _shard_betas(model: Any, optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["betas"] = tuple(betas)
 
 
+def _list_twice(model: Any, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(next(model.parameters()))
+    optimizer.state.clear()
+
+
+def _have_own_code(model: Any, optimizer: Any) -> None:
+    init_group = optimizer._init_group
+
+    def init(group: dict[str, Any], *args: Any) -> Any:
+        found = init_group(group, *args)
+        for param in group["params"]:
+            optimizer.state[param]["seen"] = torch.ones(())
+        return found
+
+    optimizer._init_group = init
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -379,6 +404,8 @@ def _shard_betas(model: Any, optimizer: Optimizer) -> None:
         _compute_states,
         _have_states_begin,
         _shard_betas,
+        _list_twice,
+        _have_own_code,
     ],
 )
 @on_threads(2)
@@ -657,6 +684,24 @@ def test_an_optimizer_of_another_kind_is_refused() -> None:
         optim.step_on_shards(Mine([nn.Parameter(torch.ones(2))]))
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
+@on_threads(2)
+def test_gradients_with_other_placements_stay_as_they_are_if_others_have_sharded(
+    rank: int, world_size: int, placement: Placement
+) -> None:
+    mesh, optimizers = init_device_mesh("cpu", (2,)), []
+    for kind in (torch.optim.SGD, type("SGD", (torch.optim.SGD,), {})):
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        param.grad = grad = distribute_tensor(torch.ones(4, 2), mesh, [placement])
+        optimizer = kind([param], momentum=0.9)
+        if kind is torch.optim.SGD:
+            optim.step_on_shards(optimizer)
+        optimizer.step()
+        assert param.grad is grad
+        optimizers.append(optimizer)
+    _assert_alike(*optimizers)
+
+
 @on_threads(2)
 def test_dtensors_that_nobody_of_ours_made_are_left_as_they_are(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
@@ -665,3 +710,18 @@ def test_dtensors_that_nobody_of_ours_made_are_left_as_they_are(rank: int, world
     with _SeesDTensors() as seen:
         torch.optim.SGD([param]).step()
     assert seen.found
+
+
+# -- what makes the way through DTensor as short as it can be ----------------------------------
+
+
+@on_threads(2)
+def test_models_share_the_default_mesh_and_equal_specs(rank: int, world_size: int) -> None:
+    models = [sharded_net() for _ in range(2)]
+    for param, other in zip(*(each.parameters() for each in models), strict=True):
+        assert param._spec is other._spec and param.device_mesh is other.device_mesh
+        before = copy.copy(param._spec)
+        loss_of(models[0], batches(2)[rank]).backward()
+        assert param.grad._spec is param._spec
+        param.detach().unsqueeze(0).squeeze_(0)  # changes the spec of the view in place
+        assert other._spec == before and hash(other._spec) == hash(before)

@@ -15,8 +15,7 @@ If the optimizer has what has no local meaning, these are its own groups, as in 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch import dtensor
+from shardwise._torch import autograd, dtensor
 from shardwise.base.arguments import check_arguments
 
 #: Of torch's optimizers that update each element by itself: the states that are cut as parameters.
@@ -96,10 +95,9 @@ def stepping_locally(
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of torch's, with the step that torch gave it."""
-    kind = type(optimizer)
     return (
-        kind in _CUT
-        and kind.step.__module__.startswith("torch.optim.")
+        type(optimizer) in _CUT
+        and autograd.has_torchs_step(optimizer)
         and not torch.compiler.is_compiling()
     )
 
@@ -107,22 +105,25 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def _stand_in_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
     """Return a class of optimizers whose steps see local tensors of another one."""
 
-    def is_for_step() -> bool:  # hooks get the stand-in, too, among the arguments
-        return sys._getframe(2).f_globals.get("__name__") == kind.step.__module__
-
     def param_groups(self: Any) -> list[dict[str, Any]]:
         optimizer: torch.optim.Optimizer = self.optimizer
-        local = _local_groups(optimizer) if is_for_step() else None
+        # Hooks read it, too, since it is among the arguments.
+        local = _local_groups(optimizer) if autograd.is_read_by_step(kind) else None
         return optimizer.param_groups if local is None else local
 
     def state(self: Any) -> Any:
-        return _States(self.optimizer.state) if is_for_step() else self.optimizer.state
+        states = self.optimizer.state
+        return _States(states) if autograd.is_read_by_step(kind) else states
+
+    def write(name: str) -> Callable[[Any, Any], None]:
+        return lambda self, value: setattr(self.optimizer, name, value)
 
     body = {
         "__slots__": ("optimizer",),
         "__module__": __name__,
-        "param_groups": property(param_groups),
-        "state": property(state),
+        "__reduce_ex__": lambda self, protocol: self.optimizer.__reduce_ex__(protocol),
+        "param_groups": property(param_groups, write("param_groups")),
+        "state": property(state, write("state")),
     }
     return type(kind.__name__, (kind,), body)
 
@@ -142,7 +143,7 @@ def _local_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | No
     for group in optimizer.param_groups:
         shown = []
         for param in group["params"]:
-            if (grad := dtensor.placed_grad(param)) is None:
+            if (grad := param.grad) is None:
                 continue
             local = param
             if isinstance(param, DTensor):
@@ -154,6 +155,8 @@ def _local_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | No
                 setattr(local, _STATE, state)
             shown.append(local)
         groups.append({**group, "params": shown})
+    if len(set(map(id, written))) < len(written):
+        return None  # listed twice, so the second one has to see what the step does to the first
     # As each operation on a DTensor does, for those who have kept it for a backward.
     increment_version(written)
     return groups
