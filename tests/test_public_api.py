@@ -141,6 +141,7 @@ PUBLIC = {
         "muon_groups",
         "offload",
         "param_groups",
+        "step_on_shards",
         "whole",
     ],
     "shardwise.compat": ["patch_torch"],

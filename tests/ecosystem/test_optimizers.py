@@ -101,15 +101,13 @@ def test_torchs_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
     def adam(**how: Any) -> MakeOptimizer:
         return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
 
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, foreach=True)
+    def sgd(**how: Any) -> MakeOptimizer:
+        return lambda model: torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, **how)
 
     _assert_trains_alike(rank, adam(foreach=True), "adamw-foreach", tmp_path)
     _assert_trains_alike(rank, adam(fused=True), "adamw-fused", tmp_path)
-    _assert_trains_alike(rank, sgd, "sgd-foreach", tmp_path)
-    # A DTensor does not know this operator, whoever sharded it: should it do so one day, compare.
-    with pytest.raises(NotImplementedError, match="_fused_sgd_"):
-        _train(model := _sharded(), torch.optim.SGD(model.parameters(), fused=True), [0], rank)
+    _assert_trains_alike(rank, sgd(foreach=True), "sgd-foreach", tmp_path)
+    _assert_trains_alike(rank, sgd(fused=True), "sgd-fused", tmp_path)
     if hasattr(torch.optim, "Muon"):
         # Its matrix products are in bfloat16, over two ranks in another order than on one.
         _assert_trains_alike(

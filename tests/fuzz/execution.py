@@ -84,15 +84,17 @@ class Execution:
 
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         params = list(self.handles[0].values())
-        kind = self.program.optimizer
+        kind, _, how = self.program.optimizer.partition("-")
+        options: dict[str, Any] = {how: True} if how else {}
         if kind == "in_backward":
             for param in params:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(self._step_in_backward)
             return None
         if kind == "adamw":  # a large eps: noise in gradients of zero stays noise
-            return torch.optim.AdamW(params, lr=_LR, eps=1e-1)
-        return torch.optim.SGD(params, lr=_LR, momentum=0.9 if kind == "momentum" else 0.0)
+            return torch.optim.AdamW(params, lr=_LR, eps=1e-1, **options)
+        momentum = 0.9 if kind == "momentum" else 0.0
+        return torch.optim.SGD(params, lr=_LR, momentum=momentum, **options)
 
     def _step_in_backward(self, param: nn.Parameter) -> None:
         if self.runtime.average_now(param):

@@ -256,7 +256,8 @@ class Program(_Printed):
         reshard: ``reshard_after_forward`` of the blocks' groups; an ``int`` is half of the ranks.
         root_reshard: the same of the root's.
         mesh: ``1d``, or ``hybrid`` over two replicas.
-        optimizer: ``sgd``, ``momentum``, ``adamw``, or ``in_backward``.
+        optimizer: ``sgd``, ``momentum``, ``adamw``, or ``in_backward``; ``-foreach`` or ``-fused``
+            says how it computes.
         traits: any of ``TRAITS``.
         steps: what is done.
     """
@@ -281,7 +282,10 @@ class Program(_Printed):
     ROOTS = ("first", "scale", "last", "last_tied")
     RESHARDS = ("none", "true", "false", "int")
     MESHES = ("1d", "hybrid")
-    OPTIMIZERS = ("sgd", "momentum", "adamw", "in_backward")
+    OPTIMIZERS = (
+        *("sgd", "momentum", "momentum-foreach", "in_backward"),
+        *("adamw", "adamw-foreach", "adamw-fused"),
+    )
     TRAITS = (
         "keep_after_backward",
         "forward_prefetch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -273,6 +274,19 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     Otherwise they warn that it has to step before they do.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_torchs_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all code of an optimizer's step is torch's: no program has put its own there."""
+    methods = type(optimizer).step, optimizer._init_group  # type: ignore[attr-defined]
+    return all(each.__module__.startswith("torch.optim.") for each in methods)
+
+
+def is_read_by_step(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether torch's code of a step calls the function that calls this one."""
+    frame = sys._getframe(2)
+    is_of_step = frame.f_code.co_name in ("step", "_init_group")
+    return is_of_step and frame.f_globals.get("__name__") == kind.step.__module__
 
 
 def disable_compile(function: _F) -> _F:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
@@ -27,6 +28,11 @@ from torch.utils._python_dispatch import (
 from shardwise._torch import operations
 
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
+
+#: The specs in use, by mesh, placements, shape, strides and dtype.
+_specs: weakref.WeakValueDictionary[tuple[Any, ...], DTensorSpec] = weakref.WeakValueDictionary()
+#: Placements with which each element is whole on the ranks that have it.
+_PARTS = frozenset({Shard, _StridedShard, Replicate})
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,9 +133,17 @@ def make_spec(
     strides: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Build the spec of a ``DTensor`` of global ``shape`` and ``strides``."""
-    meta = TensorMeta(shape, tuple(strides), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    """Return the spec of a ``DTensor`` of global ``shape`` and ``strides``.
+
+    Equal ones on a mesh are one object. Torch looks a spec up in each operation on a ``DTensor``,
+    and knows the same object at once, while comparing another costs as much as the operation.
+    """
+    key = id(mesh), tuple(placements), tuple(shape), tuple(strides), dtype
+    found = _specs.get(key)  # which keeps its mesh
+    if found is None:
+        meta = TensorMeta(shape, tuple(strides), dtype)
+        found = _specs[key] = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return found
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -153,6 +167,39 @@ def redistributed_as(tensor: DTensor, spec: DTensorSpec) -> DTensor:
     if tensor._spec.placements == spec.placements:
         return tensor
     return tensor.redistribute(placements=spec.placements)
+
+
+def part_like(tensor: object, spec: DTensorSpec) -> torch.Tensor | None:
+    """Return the local tensor of a ``DTensor`` if it is the part of it that ``spec`` describes."""
+    if type(tensor) is not DTensor:
+        return None
+    own = tensor._spec
+    if own is spec or (
+        own.mesh == spec.mesh and own.placements == spec.placements and own.shape == spec.shape
+    ):
+        return tensor._local_tensor
+    return None
+
+
+def local_with_grad(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Return the local tensor of a parameter, as another object whose gradient is that of ``grad``.
+
+    Returns:
+        The tensor; ``None`` if these are not the same elements of both, in the same dtype.
+    """
+    spec, local = param._spec, param._local_tensor
+    own = part_like(grad, spec)
+    if (
+        own is None
+        or own.dtype is not local.dtype
+        or own.dtype.is_complex
+        or type(local) not in (torch.Tensor, FakeTensor)
+        or not _PARTS.issuperset(map(type, spec.placements))
+    ):
+        return None
+    made = local.detach()
+    made.grad = own
+    return made
 
 
 def placed_grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import weakref
 
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +17,7 @@ from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.base import devices
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import MisuseError
-from shardwise.transport.peers import make_together
+from shardwise.transport.peers import Peers, make_together
 
 
 def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
@@ -110,9 +111,21 @@ def make_mesh(
 
 
 def default_mesh() -> DeviceMesh:
-    """Make a 1-D mesh over all ranks, on the accelerator if there is one, else on CPUs."""
+    """Make a 1-D mesh over all ranks, on the accelerator if there is one, else on CPUs.
+
+    One that is in use and has the same process group is returned in its place. Torch compares
+    meshes in each operation of ``DTensor``s, and knows the same object at once.
+    """
     join_world()
-    return make_mesh(devices.default_type(), (dist.get_world_size(),))
+    made = make_mesh(devices.default_type(), (dist.get_world_size(),))
+    if made.get_group() is not dist.group.WORLD:
+        return made  # another rank may have dropped the earlier one, and its group
+    return Peers().once(_default_meshes).setdefault(made.device_type, made)
+
+
+def _default_meshes(world: Peers) -> weakref.WeakValueDictionary[str, DeviceMesh]:
+    """Keep default meshes by the type of their devices, but not alive: they hold the group."""
+    return weakref.WeakValueDictionary()
 
 
 #: Usual names of dimensions over which ranks see the same data, or have different layers.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.optim.offloaded.optimizer import OffloadedOptimizer, offload
     from shardwise.optim.on_shards import OptimizerOnShards, local, whole
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
+    from shardwise.sharding.local_step import step_on_shards
 
 __all__ = [
     "Adafactor",
@@ -33,6 +34,7 @@ __all__ = [
     "muon_groups",
     "offload",
     "param_groups",
+    "step_on_shards",
     "whole",
 ]
 

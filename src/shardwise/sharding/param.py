@@ -435,10 +435,6 @@ class ShardedParam:
         if growth is not Growth.NONE:
             self.run_hooks()
 
-    def count_step(self) -> None:
-        """Count a step of an optimizer, which leaves a parameter without a gradient as it is."""
-        self.steps += self.parameter.grad is not None
-
     def run_hooks(self) -> None:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from shardwise._torch import dtensor
 from shardwise.base.offload import Offload
 from shardwise.sharding.attributes import TAKEN
+from shardwise.sharding.local_step import stepping_locally
 
 
 class SteppedForm(Protocol):
@@ -29,13 +30,11 @@ class SteppedForm(Protocol):
     offload: Offload
     groups: list[Any]
     has_moved: bool
+    steps: int
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-
-    def count_step(self) -> None:
-        """Count a step."""
 
     def check_not_lost(self) -> None:
         """Check that there are values to step from."""
@@ -73,14 +72,18 @@ class Steps(Generic[Form]):
         if not self._is_registered:
             self._is_registered = True
             register_optimizer_step_pre_hook(self._check_states)
-            # A closure makes gradients, and a step may drop them at its end: both ends count.
-            register_optimizer_step_pre_hook(self._count)
+            register_optimizer_step_pre_hook(self._begin_step)
             register_optimizer_step_post_hook(self._end_step)
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[Form]:
         """Return the sharded forms of those of ``params`` that are sharded."""
-        found = ((param, self._forms.get(id(param))) for param in params)
-        return [form for param, form in found if form is not None and form.parameter is param]
+        params, form_of = list(params), self._forms.get
+        forms = [form_of(id(param)) for param in params]
+        return [
+            form
+            for param, form in zip(params, forms, strict=True)
+            if form is not None and form.parameter is param
+        ]
 
     def note_replaced(self, param: torch.Tensor, form: Form) -> None:
         """Note that modules hold the parameter of ``form`` in place of another one."""
@@ -148,18 +151,23 @@ class Steps(Generic[Form]):
     def _expect_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._are_checked[optimizer] = False
 
-    def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         forms, has_grads = list(self._held_by(optimizer)), False
+        if not forms:
+            return None
         for form in forms:
-            has_grads |= dtensor.placed_grad(form.parameter) is not None  # programs set some, too
-            form.count_step()
+            if dtensor.placed_grad(form.parameter) is not None:  # programs set some, too
+                has_grads = True
+                form.steps += 1
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         if not has_grads and not has_closure:
             _warn_of_no_gradients([form for form in forms if form.parameter.requires_grad])
+        return stepping_locally(optimizer, args, kwargs)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure makes gradients, and a step may drop them at its end: both ends count.
         for form in self._held_by(optimizer):
-            form.count_step()
+            form.steps += form.parameter.grad is not None
             if form.offload.disk is not None:
                 form.offload.let_go(form.local)
 
