@@ -269,6 +269,7 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
 DIES_ONCE = """
 import os, signal
 from pathlib import Path
+from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.loop import Loop
 
 step, died = Loop._step, Path("died")

@@ -412,12 +412,12 @@ def _have_own_code(model: Any, optimizer: Any) -> None:
 def test_what_a_program_does_with_an_optimizer_counts(
     rank: int, world_size: int, change: Callable[[Any, Optimizer], None]
 ) -> None:
-    models, optimizers = _peers(torch.optim.Adam, {"lr": 0.01})
+    models, optimizers = peers(torch.optim.Adam, {"lr": 0.01})
     for step in range(3):
         _train(models, optimizers, rank, step)
         for each in zip(models, optimizers, strict=True):
             change(*each) if step == 0 else None
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
     rates = [[group["lr"] for group in each.param_groups] for each in optimizers]
     assert rates[0] == rates[1]
 
@@ -699,7 +699,7 @@ def test_gradients_with_other_placements_stay_as_they_are_if_others_have_sharded
         optimizer.step()
         assert param.grad is grad
         optimizers.append(optimizer)
-    _assert_alike(*optimizers)
+    assert_alike(*optimizers)
 
 
 @on_threads(2)
