@@ -22,6 +22,7 @@ CASES = {
     "--contenders hybrid,full-int8,diloco-int8,fsdp2-hybrid",
     "memory": "--params tiny --contenders ours,fsdp2,ours-in-backward --tokens 16",
     "overhead": f"--ranks 2 --groups 3 --build 4 --steps 2 {ROUNDS}",
+    "host_step": f"--groups 2 {ROUNDS}",
     "checkpoint": f"--params tiny --cold {ROUNDS}",
     "checkpoint_stall": f"--params tiny {ROUNDS} --steps 2 --tokens 8",
     "diloco": "--start 1 --steps 4 --every 3 --batch 1 --length 16 --contenders int8",
@@ -37,6 +38,7 @@ ROWS = {
     ],
     "memory": [["formula", "shardwise", "torch FSDP2", "shardwise, in backward"]],
     "overhead": [["shardwise", "torch FSDP2"]] * 3,
+    "host_step": [[kind for kind in ("torch's default", "foreach", "fused") for _ in range(3)]],
     "checkpoint": [
         [f"{name}, {what}" for what in ("save", "load") for name in ("shardwise", "torch DCP")]
     ],
