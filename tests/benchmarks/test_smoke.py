@@ -210,6 +210,7 @@ def test_losses_that_differ_between_runtimes_are_an_error() -> None:
         ("strategies", "2026-11-22-strategies-1-gbit"),
         ("memory", "2026-11-21-gloo-memory-34m"),
         ("overhead", "2026-11-22-overhead"),
+        ("host_step", "2026-11-29-host-step"),
         ("checkpoint", "2026-11-21-checkpoint"),
         ("checkpoint_stall", "2026-11-21-checkpoint-stall"),
         ("diloco", "2026-11-22-diloco-from-random-weights"),
