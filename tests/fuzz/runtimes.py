@@ -209,7 +209,11 @@ class Unsharded:
         flat = torch.cat([grad.detach().flatten() for grad in grads])
         dist.all_reduce(flat)
         parts = (flat / self._world).split([grad.numel() for grad in grads])
-        return [part.view_as(grad).clone() for part, grad in zip(parts, grads, strict=True)]
+        # In the memory format of the parameter, as autograd's: fused kernels take that for granted.
+        return [
+            torch.empty_like(grad).copy_(part.view_as(grad))
+            for part, grad in zip(parts, grads, strict=True)
+        ]
 
 
 class Gathered(Unsharded):

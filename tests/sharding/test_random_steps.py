@@ -137,13 +137,14 @@ def _forget_a_state(life: Life, x: torch.Tensor, number: int) -> None:
 def _divide_a_group(life: Life, x: torch.Tensor, number: int) -> None:
     group = life.optimizer.param_groups[0]
     if len(group["params"]) > 1:
-        moved = group["params"].pop()
+        moved, life.aside = group["params"].pop(), None
         options = {key: value for key, value in group.items() if key != "params"}
         life.optimizer.add_param_group({**options, "params": [moved], "weight_decay": 0.01})
 
 
 def _reorder(life: Life, x: torch.Tensor, number: int) -> None:
     life.optimizer.param_groups[0]["params"].reverse()
+    life.aside = None  # states are set aside by number
 
 
 def _change_rate(life: Life, x: torch.Tensor, number: int) -> None:
@@ -192,8 +193,11 @@ def _live(seed: int, rank: int) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(12), pytest.param(range(12, 1000), marks=pytest.mark.long)],
-    ids=lambda seeds: f"{len(seeds)} programs",
+    [
+        range(12),
+        *(pytest.param(range(at, at + 100), marks=pytest.mark.long) for at in range(12, 1012, 100)),
+    ],
+    ids=lambda seeds: f"from {seeds[0]}",
 )
 @on_threads(2)
 def test_any_program_of_events_has_the_bits_of_steps_through_dtensor(
