@@ -86,22 +86,23 @@ def peers(kind: type[Optimizer], *options: Any, **settings: Any) -> tuple[list[A
     return models, made
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor has in memory, in which NaN equals itself."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().contiguous().view(torch.uint8 if local.ndim else local.dtype)
+    return local.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_alike(optimizer: Optimizer, peer: Optimizer) -> None:
     """Parameters and states have the same bits, classes and placements."""
     for group, other in zip(optimizer.param_groups, peer.param_groups, strict=True):
         for param, theirs in zip(group["params"], other["params"], strict=True):
-            assert torch.equal(_bits(param), _bits(theirs))
+            assert torch.equal(bits(param), bits(theirs))
             state, expected = optimizer.state[param], peer.state[theirs]
             assert list(state) == list(expected)
             for (key, value), like in zip(state.items(), expected.values(), strict=True):
                 assert type(value) is type(like), key
                 assert value.shape == like.shape and value.dtype == like.dtype, key
-                assert torch.equal(_bits(value), _bits(like)), key
+                assert torch.equal(bits(value), bits(like)), key
                 if isinstance(value, DTensor):
                     assert value.placements == like.placements
                     assert value.device_mesh == like.device_mesh

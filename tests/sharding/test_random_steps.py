@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.sharding.nets import batches, loss_of
-from tests.sharding.test_local_step import CASES, assert_alike, peers
+from tests.sharding.test_local_step import CASES, assert_alike, bits, peers
 from tests.worlds import on_threads
 
 EVENTS = 16
@@ -185,7 +185,7 @@ def _live(seed: int, rank: int) -> None:
                 event(life, batches(2, at)[rank], number)
             assert_alike(*(life.optimizer for life in lives))
             for mine, other in zip(lives[0].averages, lives[1].averages, strict=True):
-                assert torch.equal(mine.to_local(), other.to_local())  # type: ignore[attr-defined]
+                assert torch.equal(bits(mine), bits(other))
         except Exception as error:
             error.add_note(f"seed {seed}: {', '.join(past)}")
             raise
