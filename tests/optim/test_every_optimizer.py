@@ -102,8 +102,7 @@ def test_settings_are_those_of_torch(
     _check_steps(name, Mesh({"dp": world_size}), **settings)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_plain_tensors_need_no_process_group(name: str) -> None:
+def _check_plain_tensors(name: str, what: str) -> None:
     make, reference_of = OPTIMIZERS[name]
     net, reference = Net(), reference_of()
     optimizer = make(net)
@@ -111,7 +110,12 @@ def test_plain_tensors_need_no_process_group(name: str) -> None:
         set_gradients(net, step)
         optimizer.step()
         reference.step(step)
-    assert_same(net, reference, "one process")
+    assert_same(net, reference, what)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_tensors_need_no_process_group(name: str) -> None:
+    _check_plain_tensors(name, "one process")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -205,14 +209,7 @@ def test_pieces_change_nothing_but_rounding(
     monkeypatch: pytest.MonkeyPatch, name: str, at_once: int
 ) -> None:
     monkeypatch.setattr(f"shardwise.optim.{name}.AT_ONCE", at_once)
-    make, reference_of = OPTIMIZERS[name]
-    net, reference = Net(), reference_of()
-    optimizer = make(net)
-    for step in range(1, STEPS + 1):
-        set_gradients(net, step)
-        optimizer.step()
-        reference.step(step)
-    assert_same(net, reference, f"{at_once} elements at once")
+    _check_plain_tensors(name, f"{at_once} elements at once")
 
 
 def test_lion_rounds_a_parameter_in_bfloat16_once() -> None:

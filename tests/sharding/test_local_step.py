@@ -31,7 +31,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import optim
 from tests.corpus.models import Net, Stack
-from tests.sharding.nets import batches, hybrid_mesh, loss_of, seeded, sharded_net, step_all, twins
+from tests.sharding.nets import (
+    batches,
+    hybrid_mesh,
+    loss_of,
+    seeded,
+    sharded_net,
+    step_all,
+    train_alike,
+    twins,
+)
 from tests.worlds import on_processes, on_threads
 
 Optimizer = torch.optim.Optimizer
@@ -139,15 +148,7 @@ def test_steps_that_torch_refuses_for_dtensors(
     rank: int, world_size: int, kind: Any, options: dict[str, Any]
 ) -> None:
     net, whole = twins(Net)
-    optimizers = [kind(each.parameters(), lr=0.01, **options) for each in (net, whole)]
-    for step in range(3):
-        x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        for batch in x:
-            (loss_of(whole, batch) / world_size).backward()
-        step_all(optimizers)
-    for param, other in zip(net.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), other)
+    train_alike(net, whole, rank, world_size, make=kind, **options)
 
 
 @pytest.mark.parametrize("options", MODES + FUSED, ids=str)
