@@ -447,6 +447,72 @@ class Copies(Floor):
         return reduce
 
 
+class Messages(Floor):
+    """The floor, and the messages without which no rank has full parameters or sums.
+
+    A rank sends its rows to each peer before each group's forward and, under ZeRO-3, before its
+    backward; and each peer its rows of each gradient. Nobody waits before the end of the step, and
+    what arrives is not used. So this is what a sharded step over messages cannot go below, in fp32.
+    """
+
+    name = "messages"
+    title = "compute and messages"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        rank = dist.get_rank()
+        self._peers = [each for each in range(case.ranks) if each != rank]
+        self._under_way: list[dist.Work] = []
+        for modules in groups(self.model):
+            owned = [p for module in modules for p in module.parameters()]
+            of = {
+                p: [_rows_of_rank(p, each, case.ranks) for each in range(case.ranks)] for p in owned
+            }
+            sent = [p.detach()[of[p][rank]] for p in owned]
+            fulls = [torch.zeros_like(p).detach() for p in owned]
+            landing = {
+                peer: [full[of[p][peer]] for p, full in zip(owned, fulls, strict=True)]
+                for peer in self._peers
+            }
+            gather = self._exchanging(dict.fromkeys(self._peers, sent), landing)
+            modules[0].register_forward_pre_hook(gather)
+            if case.zero == 3:
+                modules[-1].register_forward_hook(_before_backward(gather))
+            for parameter in owned:
+                reduce = self._reducing(of[parameter], rank)
+                parameter.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
+
+    def _exchanging(
+        self, sent: dict[int, list[torch.Tensor]], landing: dict[int, list[torch.Tensor]]
+    ) -> Callable[..., None]:
+        def exchange(*_: object) -> None:
+            for post, tensors in ((dist.isend, sent), (dist.irecv, landing)):
+                for peer in self._peers:
+                    for tensor in filter(torch.Tensor.numel, tensors[peer]):
+                        work = post(tensor, peer)
+                        assert work is not None
+                        self._under_way.append(work)
+
+        return exchange
+
+    def _reducing(self, rows: list[slice], rank: int) -> Callable[[torch.Tensor], None]:
+        def reduce(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            sent = {peer: [gradient[rows[peer]]] for peer in self._peers}
+            landing = {peer: [torch.empty_like(gradient[rows[rank]])] for peer in self._peers}
+            self._exchanging(sent, landing)()
+
+        return reduce
+
+    def update(self) -> None:
+        """Wait for all messages, and step."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+        super().update()
+
+
 def _copying(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
     def copy(*_: object) -> None:
         for where, rows in pairs:
@@ -474,7 +540,7 @@ CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
         *(Ours, OursAhead, OursInBackward, OwnOrder, OwnOrderHalf, FSDP2),
-        *(DistributedDataParallel, Floor, Copies),
+        *(DistributedDataParallel, Floor, Copies, Messages),
     )
 }
 #: What tables call them.

@@ -119,7 +119,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         "Step, ZeRO-3: two hosts, 4 ranks, 1 Gbit/s",
-        *("2026-11-22-own-loop-1-gbit.json", "step s", "x FSDP2 full"),
+        *("2026-11-29-own-loop-1-gbit.json", "step s", "x FSDP2 full"),
         rows=("FULL_SHARD, own loop", "torch FSDP2, full"),
     ),
     Measurement(

@@ -47,6 +47,7 @@ def _fits(case: Case, names: list[str]) -> bool:
         "ddp": (2 + state) * case.ranks,
         "floor": case.ranks + state,
         "copies": 3 * case.ranks + state,
+        "messages": 2 * case.ranks + state,
     }
     at_rest = sum(asleep.get(name, 1 + state) for name in names) * whole
     awake = 2 * case.ranks * whole  # a model being built, or parameters and gradients of a step

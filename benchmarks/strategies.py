@@ -52,10 +52,12 @@ class Spread(OursAhead):
         wire: of the link between hosts.
         kept_on_host: whether parameters stay cut over the ranks of a host between forward and
             backward.
+        transport: a name, for one that was not chosen by itself.
     """
 
     strategy: ClassVar[Strategy]
     wire: ClassVar[Wire] = Wire()
+    transport: ClassVar[str | None] = None
     kept_on_host: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
@@ -69,8 +71,9 @@ class Spread(OursAhead):
         return self._plan.sharding_mesh(self.whole)
 
     def options(self) -> dict[str, Any]:
-        """Return the wire."""
-        return {} if self.wire.is_plain else {"wire": self.wire}
+        """Return the wire, and the transport."""
+        wire = {} if self.wire.is_plain else {"wire": self.wire}
+        return wire | {"transport": self.transport}
 
     def reshard(self, case: Case) -> bool | int:
         """Keep parameters on the host, or free them as the strategy says."""
@@ -150,6 +153,7 @@ STRATEGIES: dict[str, type[Contender]] = {
         _spread("no-shard", "NO_SHARD", Strategy.NO_SHARD),
         _spread("grad-op", "SHARD_GRAD_OP", Strategy.SHARD_GRAD_OP),
         _spread("full", "FULL_SHARD", FULL),
+        _spread("full-direct", "FULL_SHARD, each rank to each", FULL, transport="c10d"),
         _spread("hybrid", "HYBRID_SHARD", HYBRID),
         _spread("hybrid-zero2", "_HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
         _spread("full-kept", "FULL_SHARD, kept on host", FULL, **_KEPT),

@@ -37,7 +37,7 @@ def _transport(model: nn.Module) -> Transport:
     ("asked", "ranks_per_host", "name"),
     [
         pytest.param("auto", 4, "shm", marks=on_linux),
-        ("auto", 2, "gloo"),
+        pytest.param("auto", 2, "shm+gloo", marks=on_linux),  # once over the link
         pytest.param("shm", 4, "shm", marks=on_linux),
         ("c10d", 4, "gloo"),
         ("collectives", 4, "collectives"),

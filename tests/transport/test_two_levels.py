@@ -1,9 +1,10 @@
-"""Wires over hosts of several ranks each: once over the link. Their contract: test_encoded.py."""
+"""Hosts of several ranks each: once over the link. The contract with a wire: test_encoded.py."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
 from tests.harness import run_ranks
 from tests.threads import on_hosts, run_threads
+from tests.transport.conformance import Checks, check_cases
 from tests.transport.encoded import (
     CPU,
     FEEDBACK,
@@ -31,6 +33,8 @@ from tests.transport.encoded import (
     on_host,
     values_of,
 )
+from tests.transport.fake import FakeTransport
+from tests.transport.streams import fuzz
 
 LABEL = Label("group")
 
@@ -89,6 +93,30 @@ def _shared(rank: int, world_size: int) -> None:
     assert (one.rank, one.world_size) == (rank, world_size)
 
 
+def _plain_kind(rank: int, world_size: int, requested: str) -> type[Transport]:
+    return type(compose(dist.group.WORLD, CPU, ChannelOptions(requested)))
+
+
+@pytest.mark.parametrize(
+    ("names", "requested", "has_two"),
+    [
+        ("aabb", "auto", True),
+        ("aabbcc", "auto", True),
+        ("aabb", "c10d", False),  # from each rank to each
+        ("abc", "auto", False),
+        ("aaaa", "auto", False),
+        ("aab", "auto", False),
+        ("abab", "auto", False),
+    ],
+)
+def test_messages_without_a_wire_have_two_levels_if_hosts_are_even(
+    names: str, requested: str, has_two: bool
+) -> None:
+    with on_hosts(list(names)), patch.object(FakeTransport, "sends_to_each", True):
+        kinds = set(run_threads(_plain_kind, len(names), requested))
+    assert {kind is TwoLevelTransport for kind in kinds} == {has_two}
+
+
 def test_groups_of_parameters_share_a_transport() -> None:
     on_hosts_of(2, _shared, 4)
 
@@ -117,6 +145,43 @@ def test_a_rank_completes_what_it_does_not_wait_for() -> None:
 
 
 # -- sums ------------------------------------------------------------------------------------------
+
+
+def _plain_contract(rank: int, world_size: int) -> None:
+    checks = Checks(over_world(PLAIN.common, "auto"), exact=False)
+    check_cases(checks)
+    fuzz(checks, 8, seed=3, largest=3000)
+
+
+@pytest.mark.parametrize(
+    ("local", "world_size"),
+    [(2, 4), (3, 6), pytest.param(2, 6, marks=pytest.mark.long)],
+)
+def test_messages_without_a_wire_keep_the_contract(local: int, world_size: int) -> None:
+    with patch.object(FakeTransport, "sends_to_each", True):
+        on_hosts_of(local, _plain_contract, world_size)
+
+
+def _added(rank: int, world_size: int, op: Reduce) -> tuple[torch.Tensor, torch.Tensor]:
+    numel = 50
+    full, shard = values_of(rank, world_size * numel), torch.empty(numel)
+    transport = over_world(PLAIN.common, "auto")
+    transport.reduce_scatter([full], [shard], op, LABEL).wait()
+    transport.all_reduce([full], op, LABEL).wait()
+    return shard, full
+
+
+@pytest.mark.parametrize("op", Reduce)
+def test_sums_are_those_of_each_host_and_then_of_hosts(op: Reduce) -> None:
+    with patch.object(FakeTransport, "sends_to_each", True):
+        found = on_hosts_of(2, _added, 4, op)
+    a, b, c, d = (values_of(rank, 200) for rank in range(4))
+    expected = (a + b) + (c + d)
+    if op is Reduce.AVG:
+        expected /= 4
+    for rank, (shard, full) in enumerate(found):
+        assert torch.equal(shard, expected[50 * rank : 50 * (rank + 1)])
+        assert torch.equal(full, expected)
 
 
 def _scattered(rank: int, world_size: int) -> tuple[float, int]:
@@ -189,6 +254,9 @@ def _real(rank: int, world_size: int) -> str:
             transport = over_world(MIXED, requested)
             check_contract(transport, 8)
             _interleaved(transport, over_world(INT8, requested))
+        plain = over_world(PLAIN.common, "auto")
+        fuzz(Checks(plain, exact=False), 8, seed=5, largest=3000)
+        _interleaved(plain, transport)
         before = transport.across.all_to_all.bytes_sent
         full, shard = torch.ones(world_size * 64 * BLOCK), torch.empty(64 * BLOCK)
         transport.reduce_scatter([full], [shard], Reduce.AVG, LABEL).wait()
@@ -240,19 +308,17 @@ def test_all_ranks_notice_a_lost_one() -> None:
 
 
 def _disagree(rank: int, world_size: int) -> str:
-    with on_host(rank, 2):
-        wire = PLAIN.common if rank == 2 else INT8
-        if rank == 2:
-            compose(dist.group.WORLD, CPU, ChannelOptions("auto", wire))
-            return ""
-        with pytest.raises(RanksDivergedError) as caught:
-            compose(dist.group.WORLD, CPU, ChannelOptions("auto", wire))
+    wire = PLAIN.common if rank == 2 else INT8
+    with on_host(rank, 2), pytest.raises(RanksDivergedError) as caught:
+        compose(dist.group.WORLD, CPU, ChannelOptions("auto", wire))
     return str(caught.value)
 
 
 @pytest.mark.long
 def test_ranks_that_disagree_about_wires_are_told_before_they_meet() -> None:
-    for rank, message in enumerate(run_ranks(_disagree, 4, pg_timeout=600)):
+    found = run_ranks(_disagree, 4, pg_timeout=600)
+    for rank, message in enumerate(found):
         if rank != 2:
             assert f"rank {rank} has the wire gather=int8,reduce=int8" in message
             assert "rank 2 has gather=fp32,reduce=fp32" in message
+    assert "rank 2 has the wire gather=fp32,reduce=fp32 and rank 0 has gather=int8" in found[2]

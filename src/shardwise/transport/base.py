@@ -88,8 +88,8 @@ class Kind(enum.Enum):
     ``r``'s ``outputs[i]``, a shard. A full has at most ``world_size * chunk_i`` elements: a missing
     tail is padding, and other padding is zero. It is only read, and must stay alive until the wait.
     A shard has exactly ``chunk_i`` elements. Its dtype is the dtype of the reduction: contributions
-    are converted to it before they are added, in rank order. Elements past the end of the full are
-    undefined.
+    are converted to it before they are added, in rank order; over several hosts, those of each host
+    first. Elements past the end of the full are undefined.
 
     *All-reduce*: every one of ``outputs`` is reduced over all ranks, in place and in its own dtype.
     """
@@ -153,6 +153,8 @@ class Transport(ABC):
             early and wait for it late. If not, the thread that waits does the work: waiting later
             hides nothing, so wait as soon as the call allows.
         leaves_host: whether bytes may leave the host, where a wire encodes them.
+        sends_to_each: whether a rank sends to every other one, wherever that is. If not, the
+            backend itself looks for what crosses a link.
         wire: the formats of what leaves the host.
         replaced: the collectives that the user provides.
     """
@@ -162,6 +164,7 @@ class Transport(ABC):
     world_size: int
     overlaps_compute: bool
     leaves_host = True
+    sends_to_each = False
     wire: Wire = Wire()
     replaced: frozenset[Kind] = frozenset()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")
 _KEY = "shardwise/host"
-_DOING = "the comparison of hosts for a wire"
+_DOING = "the comparison of hosts"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from shardwise.transport.base import (
     Work,
     wait_for_all,
 )
-from shardwise.transport.buckets import as_rows, exact_factor, wire_dtype
+from shardwise.transport.buckets import ENCODABLE, as_rows, exact_factor, wire_dtype
 from shardwise.transport.codecs import Codec, Noise, Piece, Room, codec_of, decode, encode
 from shardwise.transport.memory import Blocks, reported
 from shardwise.transport.runner import BesideJob, Exchange, Runner, SteppedWork
@@ -52,8 +52,6 @@ from shardwise.transport.wire import Wire, WireFormat
 
 _log = logging.getLogger(__name__)
 
-#: Other dtypes are sent as they are.
-ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _ITEM_BYTES = {WireFormat.FP32: 4, WireFormat.BF16: 2, WireFormat.FP8: 1, WireFormat.INT8: 1}
 
 

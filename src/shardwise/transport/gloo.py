@@ -59,6 +59,7 @@ class GlooTransport(Transport):
     """
 
     name = GLOO.name
+    sends_to_each = True
     overlaps_compute = True  # gloo's thread sends and receives messages by itself
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -7,8 +7,9 @@ By name, from the argument ``transport=`` or the environment variable ``SHARDWIS
     c10d           torch.distributed, composed by backend: gloo, nccl, or else as collectives
     collectives    plain torch.distributed collectives, one per group and dtype
 
-A :class:`~shardwise.Wire` puts :mod:`shardwise.transport.encoded` around it, where bytes leave the
-host. Each transport is loaded when it is chosen.
+Where bytes leave the host, a :class:`~shardwise.Wire` puts :mod:`shardwise.transport.encoded`
+around it, and :mod:`shardwise.transport.two_levels` lets the ranks of a host share what crosses the
+link. Each transport is loaded when it is chosen.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def compose(
 
     Bytes that do not leave the host are not encoded: nothing changes for ranks that share memory,
     or for devices of one host. If each host has as many ranks in a row, values cross between hosts
-    once for each of them; else, everything that a rank sends is encoded. A transport that was asked
-    for by name, such as ``"c10d"``, counts as a network also on one host.
+    once for each of them: encoded ones, and those that are sent as messages. Else, everything that
+    a rank sends is encoded. A transport that was asked for by name, such as ``"c10d"``, counts as a
+    network also on one host, and sends what is not encoded from each rank to each.
 
     Args:
         group: as for :func:`select_transport`.
@@ -109,7 +111,7 @@ def compose(
     if group is None or made.world_size == 1:
         return made
     if made.leaves_host:
-        made = _with_wire(made, group, device, options)
+        made = _over_hosts(made, group, device, options)
     if options.all_gather is None and options.reduce_scatter is None:
         return made
     from shardwise.transport.custom import CustomTransport
@@ -117,26 +119,29 @@ def compose(
     return CustomTransport(made, group, options.all_gather, options.reduce_scatter)
 
 
-def _with_wire(
+def _over_hosts(
     plain: Transport, group: dist.ProcessGroup, device: torch.device, options: ChannelOptions
 ) -> Transport:
     peers, requested, wire = Peers(group), _checked(options.transport), options.wire
     carrier().announce(peers, str(wire))
-    if wire.is_plain:
+    if wire.is_plain and not (requested == "auto" and plain.sends_to_each):
         return plain
     hosts = [each.host for each in carrier().announced(peers)]
     if requested == "auto" and len(set(hosts)) == 1:
         return plain
+    shares_hosts = ranks_per_host(hosts) not in (None, 1, len(hosts))
+    if wire.is_plain and not shares_hosts:
+        return plain
 
     def make() -> Transport:
-        if ranks_per_host(hosts) not in (None, 1, len(hosts)):
+        if shares_hosts:
             return _two_levels(peers, device, wire, requested)
         from shardwise.transport.runner import Runner
 
         runner = Runner(carrier().turn(carrier().backend(peers, device)))
         return _encoded(plain, group, device, wire, runner)
 
-    return _in_use(peers, (device, requested, wire), make)
+    return _in_use(peers, (device, requested, wire, shares_hosts), make)
 
 
 def _encoded(
@@ -158,12 +163,15 @@ def _two_levels(peers: Peers, device: torch.device, wire: Wire, requested: str) 
     levels = peers.once(_levels)
     turn = carrier().turn_over_hosts(carrier().backend(peers, device))
     runner = levels.runners.setdefault(device, Runner(turn))
-    between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
+    across = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
+    if not wire.is_plain:
+        across = _encoded(across, levels.across, device, wire, runner)
     return TwoLevelTransport(
-        _encoded(between, levels.across, device, wire, runner),
+        across,
         select_transport(levels.gathers, device, requested),
         select_transport(levels.reductions, device, requested),
         device,
+        runner,
     )
 
 

@@ -1,4 +1,4 @@
-"""Collectives over hosts whose ranks share what crosses the link: once for each host, encoded.
+"""Collectives over hosts whose ranks share what crosses the link: once for each host.
 
     4 ranks on 2 hosts              host 0          host 1
                                  rank 0  rank 1  rank 2  rank 3
@@ -13,10 +13,9 @@ Without this, a rank sends its shard to every rank of another host, over one lin
 inside a host does to a full of all ranks, it does here to one part of it for each host: no value is
 moved to make the chunks of a host neighbors. Sums inside a host are made in fp32 at least.
 
-The first steps are taken in the call. What follows a wait for another host is left to the runner of
-``across``: the program waits for its own host at most, and what a rank has called, it also
-completes, whether or not it waits. That needs two transports inside the host, each of which is used
-in one thread.
+The first steps are taken in the call. What follows a wait for another host is left to a runner: the
+program waits for its own host at most, and what a rank has called, it also completes, whether or
+not it waits. That needs two transports inside the host, each of which is used in one thread.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from dataclasses import replace
 import torch
 
 from shardwise.transport.base import Call, Transport, Work
-from shardwise.transport.buckets import as_rows
-from shardwise.transport.encoded import ENCODABLE, EncodedTransport
+from shardwise.transport.buckets import ENCODABLE, as_rows
 from shardwise.transport.memory import Blocks
+from shardwise.transport.runner import Runner
 
 
 class TwoLevelTransport(Transport):
-    """An encoded transport between hosts, and plain ones inside each of them.
+    """A transport between hosts, which may encode, and plain ones inside each of them.
 
     Rank ``r`` is rank ``r % L`` of the ``L`` ranks of host ``r // L``.
 
@@ -42,6 +41,7 @@ class TwoLevelTransport(Transport):
         gathers: between the ranks of this host, for what follows a wait.
         reductions: the same, for what a call begins with.
         device: of all tensors.
+        runner: takes the steps that follow a wait for another host.
 
     Attributes:
         across: as given.
@@ -50,10 +50,11 @@ class TwoLevelTransport(Transport):
 
     def __init__(
         self,
-        across: EncodedTransport,
+        across: Transport,
         gathers: Transport,
         reductions: Transport,
         device: torch.device,
+        runner: Runner,
     ) -> None:
         self.name = f"{gathers.name}+{across.name}"
         self.rank = across.rank * gathers.world_size + gathers.rank
@@ -66,6 +67,7 @@ class TwoLevelTransport(Transport):
         self._hosts = across.world_size
         self._local = gathers.world_size
         self._device = device
+        self._runner = runner
         self._blocks = Blocks(device)
 
     @property
@@ -76,6 +78,11 @@ class TwoLevelTransport(Transport):
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that; inside a host, decoded values travel."""
         return self.across.as_gathered(shard, dtype)
+
+    def trim(self) -> None:
+        """Give back what is kept inside the host."""
+        for inside in (self._gathers, self._reductions):
+            inside.trim()
 
     def _all_gather(self, call: Call) -> Work:
         """Gather the shards of this number, then those of all numbers."""
@@ -106,8 +113,10 @@ class TwoLevelTransport(Transport):
             [self._hosts * chunk for chunk in chunks],
             [self._dtype_inside(shard) for shard in shards],
         )
-        parts, lengths = [], []
-        for full, chunk in zip(fulls, chunks, strict=True):
+        parts, lengths, disposable = [], [], []
+        for i, (full, chunk) in enumerate(zip(fulls, chunks, strict=True)):
+            if i in call.disposable:
+                disposable += range(len(parts), len(parts) + self._hosts)
             of_host = [
                 full[host * self._local * chunk : (host + 1) * self._local * chunk]
                 for host in range(self._hosts)
@@ -115,7 +124,10 @@ class TwoLevelTransport(Transport):
             parts += of_host
             # A tail may be missing, so a chunk is complete unless all that follow are missing.
             lengths.append(sum(self._own(part, chunk) for part in of_host))
-        yield self._reductions.reduce_scatter(parts, self._by_host(sums), call.op, call.label)
+        inside = replace(
+            call, inputs=parts, outputs=self._by_host(sums), of=(), disposable=disposable
+        )
+        yield self._reductions.start(inside)
         there = [each[:length] for each, length in zip(sums, lengths, strict=True)]
         yield self.across.start(replace(call, inputs=there, disposable=()))
         self._blocks.give_back(block)
@@ -161,5 +173,5 @@ class TwoLevelTransport(Transport):
 
     def _start(self, steps: Iterator[Work], first: int) -> Work:
         """Start a collective; its first steps wait for this host only."""
-        self.across.runner.catch_up()
-        return self.across.runner.start(steps, self._device, first)
+        self._runner.catch_up()
+        return self._runner.start(steps, self._device, first)
