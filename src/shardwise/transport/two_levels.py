@@ -113,7 +113,9 @@ class TwoLevelTransport(Transport):
             [self._hosts * chunk for chunk in chunks],
             [self._dtype_inside(shard) for shard in shards],
         )
-        parts, lengths, disposable = [], [], []
+        parts: list[torch.Tensor] = []
+        lengths: list[int] = []
+        disposable: list[int] = []
         for i, (full, chunk) in enumerate(zip(fulls, chunks, strict=True)):
             if i in call.disposable:
                 disposable += range(len(parts), len(parts) + self._hosts)
