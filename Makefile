@@ -46,6 +46,7 @@ matrix: ## try all supported versions of Python and torch (an hour, 40 GB)
 fuzz: $(DEV) ## damage checkpoints; run random programs; hold plans against trainings (hours)
 	@$(BIN)/python -m tests.fuzz.readers --mutants 1000000 --seed 1
 	@$(BIN)/python -m tests.fuzz.programs --programs 10000 --seed 1
+	@$(BIN)/python -m tests.fuzz.programs --programs 2000 --seed 2 --world 4 --hosts 2 --transports auto
 	@$(BIN)/python -m tests.fuzz.plans --trainings 500 --seed 1000
 
 ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem

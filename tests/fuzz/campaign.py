@@ -141,6 +141,7 @@ def run_campaign(
     pools: int,
     sabotage: str = "",
     device: str = "cpu",
+    hosts: int = 1,
     note_starts: Callable[[int], object] = lambda starts: None,
 ) -> Iterator[Judged]:
     """Run programs in so many worlds at once; yield what came of them as it comes."""
@@ -150,7 +151,7 @@ def run_campaign(
 
     def serve() -> None:
         try:
-            with Pool(world, sabotage, device=device) as pool:
+            with Pool(world, sabotage, device=device, hosts=hosts) as pool:
                 while (batch := batches.get()) is not None and not stop.is_set():
                     results.put(run_all(pool, batch, transports))
                 note_starts(pool.starts)

@@ -33,6 +33,7 @@ class Pool:
         world: the number of ranks.
         sabotage: how to break the library in them; see ``sabotage.py``.
         device: ``"cpu"``, or ``"cuda"``: of each rank; ranks share a GPU if there are fewer.
+        hosts: of how many the processes act as if they were on them, as many on each.
         collective_seconds: how long a collective may take.
         hang_seconds: how long after the last word of any rank all of them count as hung.
     """
@@ -45,6 +46,7 @@ class Pool:
         sabotage: str = "",
         *,
         device: str = "cpu",
+        hosts: int = 1,
         collective_seconds: float = COLLECTIVE_SECONDS,
         hang_seconds: float = 30.0,
     ) -> None:
@@ -52,6 +54,7 @@ class Pool:
         self.starts = 0
         self._sabotage = sabotage
         self._device = device
+        self._hosts = hosts
         self._collective_seconds = collective_seconds
         self._hang_seconds = hang_seconds
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -164,6 +167,7 @@ class Pool:
                 output=str(Path(self._directory.name) / f"output-{rank}"),
                 sabotage=self._sabotage,
                 device=self._device,
+                hosts=self._hosts,
             )
             process = context.Process(target=main, args=(place, there), daemon=True)
             process.start()

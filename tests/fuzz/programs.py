@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.pools,
         options.sabotage,
         options.device,
+        options.hosts,
         starts.append,
     )
     counted = tally(judged, _print_progress)
@@ -62,14 +63,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--programs", type=int, default=300, help="how many to generate")
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same programs")
     parser.add_argument("--world", type=int, choices=(1, 2, 3, 4), default=2, help="ranks")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument(
+        "--transports", nargs="+", choices=(*TRANSPORTS, "auto"), default=list(TRANSPORTS)
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks")
+    parser.add_argument("--hosts", type=int, default=1, help="act as if ranks were on so many")
     parser.add_argument("--pools", type=int, default=2, help="worlds of ranks at once")
     parser.add_argument("--shrink", type=int, default=10, help="how many finds to shrink")
     parser.add_argument("--sabotage", choices=list(sabotage.WAYS), default="", help="break ours")
     parser.add_argument("--replay", help="a printed program, or a file with one on every line")
     parser.add_argument("--times", type=int, default=1, help="how often to replay it")
     return parser
+
+
+def _pool(world: int, options: argparse.Namespace) -> Pool:
+    return Pool(world, options.sabotage, device=options.device, hosts=options.hosts)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -88,7 +96,7 @@ def _replay(options: argparse.Namespace) -> int:
         return 2
     found = False
     for program in programs:
-        with Pool(program.world, options.sabotage, device=options.device) as pool:
+        with _pool(program.world, options) as pool:
             for judged in run_all(pool, [program] * options.times, options.transports):
                 _print_judged(judged)
                 found = found or bool(judged.finds)
@@ -155,7 +163,7 @@ def _print_finds(counted: Tally, options: argparse.Namespace) -> None:
 
 
 def _shrunk(find: Judged, options: argparse.Namespace) -> Judged:
-    with Pool(options.world, options.sabotage, device=options.device) as pool:
+    with _pool(options.world, options) as pool:
         return smallest(pool, find)
 
 

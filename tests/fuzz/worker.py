@@ -24,6 +24,7 @@ from tests.fuzz.execution import Execution
 from tests.fuzz.program import Program
 from tests.fuzz.runtimes import Gathered, forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
+from tests.transport.encoded import on_host
 
 #: A program that raises may leave what its world was made of: descriptors, of which there are 1024.
 _MAX_WORLDS = 100
@@ -83,6 +84,7 @@ class Place:
     output: str
     sabotage: str
     device: str
+    hosts: int
 
 
 def main(place: Place, pipe: Connection) -> None:
@@ -109,6 +111,8 @@ def main(place: Place, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
     rank = _Rank(place, dist.PrefixStore(place.prefix, store), pipe)
+    if place.hosts > 1:
+        on_host(place.rank, place.world // place.hosts).__enter__()
     rank.connect()
     sabotage.break_library(place.sabotage)
     gc.freeze()
