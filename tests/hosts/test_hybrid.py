@@ -18,6 +18,6 @@ def test_every_mesh_dimension_gets_the_transport_of_its_ranks() -> None:
         assert json.loads(out) == {
             "shard": inside,
             "replicate": "gloo",
-            "all": "gloo",
+            "all": f"{inside}+gloo",
             "encoded": f"{inside}+gloo",
         }

@@ -153,8 +153,7 @@ class Transport(ABC):
             early and wait for it late. If not, the thread that waits does the work: waiting later
             hides nothing, so wait as soon as the call allows.
         leaves_host: whether bytes may leave the host, where a wire encodes them.
-        sends_to_each: whether a rank sends to every other one, wherever that is. If not, the
-            backend itself looks for what crosses a link.
+        sends_to_each: whether a rank sends to each other one itself, whatever lies between.
         wire: the formats of what leaves the host.
         replaced: the collectives that the user provides.
     """
@@ -371,18 +370,6 @@ class UnderWay:
         reference = weakref.ref(work)
         self._arrive[reference] = arrive
         return work
-
-
-def wait_for_all(works: Sequence[Work]) -> Work:
-    """Return the works of one call as one."""
-    if len(works) == 1:
-        return works[0]
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return PendingWork(finish)
 
 
 class LocalTransport(Transport):

@@ -18,8 +18,6 @@ from shardwise.transport.memory import prefer_huge_pages, reported
 
 #: Bytes of the result that are summed at a time, so that they stay in cache.
 BLOCK_BYTES = 1024 * 1024
-#: The dtypes that a wire encodes; others are sent as they are.
-ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: The dtypes that every backend sends; others are gathered as bytes.
 _SENDABLE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}

@@ -32,6 +32,8 @@ from shardwise.transport.memory import reported
 from shardwise.transport.runner import is_beside
 from shardwise.transport.wire import WireFormat
 
+#: What is encoded of a call. Other dtypes are sent as they are.
+ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Elements that share one scale.
 BLOCK = 256
 #: Pieces begin at multiples of this many bytes, so that their parts can be viewed in their dtypes.

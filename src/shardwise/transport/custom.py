@@ -23,11 +23,10 @@ from shardwise.transport.base import (
     Reduce,
     Transport,
     Work,
-    wait_for_all,
 )
 from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill, unpack
 from shardwise.transport.peers import Peers
-from shardwise.transport.runner import Runner, Turn
+from shardwise.transport.runner import Runner, Turn, wait_for_all
 from shardwise.transport.waiter import Launched
 
 

@@ -42,12 +42,20 @@ from shardwise.transport.base import (
     Reduce,
     Transport,
     Work,
-    wait_for_all,
 )
-from shardwise.transport.buckets import ENCODABLE, as_rows, exact_factor, wire_dtype
-from shardwise.transport.codecs import Codec, Noise, Piece, Room, codec_of, decode, encode
+from shardwise.transport.buckets import as_rows, exact_factor, wire_dtype
+from shardwise.transport.codecs import (
+    ENCODABLE,
+    Codec,
+    Noise,
+    Piece,
+    Room,
+    codec_of,
+    decode,
+    encode,
+)
 from shardwise.transport.memory import Blocks, reported
-from shardwise.transport.runner import BesideJob, Exchange, Runner, SteppedWork
+from shardwise.transport.runner import BesideJob, Exchange, Runner, SteppedWork, wait_for_all
 from shardwise.transport.wire import Wire, WireFormat
 
 _log = logging.getLogger(__name__)

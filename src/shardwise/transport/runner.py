@@ -13,7 +13,7 @@ import enum
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,18 @@ class SteppedWork:
     def wait(self) -> None:
         """Complete the collective; errors are those of :meth:`reach`."""
         self.reach(sys.maxsize)
+
+
+def wait_for_all(works: Sequence[Work]) -> Work:
+    """Return the works of one call as one."""
+    if len(works) == 1:
+        return works[0]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return PendingWork(finish)
 
 
 class Turn(enum.Enum):

@@ -7,9 +7,8 @@ By name, from the argument ``transport=`` or the environment variable ``SHARDWIS
     c10d           torch.distributed, composed by backend: gloo, nccl, or else as collectives
     collectives    plain torch.distributed collectives, one per group and dtype
 
-Where bytes leave the host, a :class:`~shardwise.Wire` puts :mod:`shardwise.transport.encoded`
-around it, and :mod:`shardwise.transport.two_levels` lets the ranks of a host share what crosses the
-link. Each transport is loaded when it is chosen.
+Where bytes leave the host, :mod:`shardwise.transport.encoded` encodes them, as a wire says, and
+:mod:`shardwise.transport.two_levels` sends them once for each host.
 """
 
 from __future__ import annotations
@@ -92,10 +91,10 @@ def compose(
     """Return a transport of a mesh dimension: the same one as long as in use, unless it is custom.
 
     Bytes that do not leave the host are not encoded: nothing changes for ranks that share memory,
-    or for devices of one host. If each host has as many ranks in a row, values cross between hosts
-    once for each of them: encoded ones, and those that are sent as messages. Else, everything that
-    a rank sends is encoded. A transport that was asked for by name, such as ``"c10d"``, counts as a
-    network also on one host, and sends what is not encoded from each rank to each.
+    or for devices of one host. If each host has as many ranks in a row, messages and encoded values
+    cross once for each host; else, everything that a rank sends is encoded. A transport that was
+    asked for by name, such as ``"c10d"``, counts as a network also on one host; only wires make
+    two levels of it.
 
     Args:
         group: as for :func:`select_transport`.
@@ -127,10 +126,8 @@ def _over_hosts(
     if wire.is_plain and not (requested == "auto" and plain.sends_to_each):
         return plain
     hosts = [each.host for each in carrier().announced(peers)]
-    if requested == "auto" and len(set(hosts)) == 1:
-        return plain
     shares_hosts = ranks_per_host(hosts) not in (None, 1, len(hosts))
-    if wire.is_plain and not shares_hosts:
+    if not shares_hosts and (wire.is_plain or (requested == "auto" and len(set(hosts)) == 1)):
         return plain
 
     def make() -> Transport:

@@ -26,7 +26,8 @@ from dataclasses import replace
 import torch
 
 from shardwise.transport.base import Call, Transport, Work
-from shardwise.transport.buckets import ENCODABLE, as_rows
+from shardwise.transport.buckets import as_rows
+from shardwise.transport.codecs import ENCODABLE
 from shardwise.transport.memory import Blocks
 from shardwise.transport.runner import Runner
 
