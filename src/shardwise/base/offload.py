@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class DiskOffloadPolicy(OffloadPolicy):
     """Keep shards in a file on a local disk; an ``offload_policy`` of ``fully_shard``.
 
+    Or activations, as the policy of :func:`shardwise.offload_activations`.
+
     The file has no name, and vanishes with this process, however it ends. Shards are mapped: they
     are tensors as ever, whose memory the kernel reads and writes as it is used. Shards of less than
     64 KiB on a rank stay in memory, and so do those of tensor subclasses. On an accelerator, a
