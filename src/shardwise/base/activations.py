@@ -347,15 +347,22 @@ class Store:
         self._near = [weakref.ref(each) for each in wanted]
 
 
-def store_of(policy: OffloadPolicy | Store) -> Store:
+@dataclass
+class StorePolicy(OffloadPolicy):
+    """A policy that names its store: that of a plan."""
+
+    store: Store
+
+
+def store_of(policy: OffloadPolicy) -> Store:
     """Return what keeps tensors where a policy says. All modules with the same place share it.
 
     Raises:
         TypeError: no policy of torch's or ours says that.
         OffloadError: no file can be made in the folder.
     """
-    if isinstance(policy, Store):  # of a plan
-        return policy
+    if isinstance(policy, StorePolicy):
+        return policy.store
     place: Path | bool
     if isinstance(policy, DiskOffloadPolicy):
         place = Path(policy.folder).expanduser().absolute()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise._torch import autograd
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
+from shardwise.base.places import folder_of_place
 
 if TYPE_CHECKING:
     from shardwise.base.scratch.file import ScratchFile
@@ -50,6 +51,16 @@ class DiskOffloadPolicy(OffloadPolicy):
                 f"DiskOffloadPolicy: found {found!r}, expected a folder of a local disk, such as "
                 '"/scratch"'
             )
+
+
+def policy_of(place: str) -> OffloadPolicy:
+    """Return what keeps something at a place, ``"host"`` or ``"disk:FOLDER"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    folder = folder_of_place(place)
+    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 @dataclass

@@ -208,18 +208,27 @@ def _counted_already(norms: list[BatchNorm], around: AbstractContextManager[Any]
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing, every: int = 1) -> None:
+def checkpoint_blocks(
+    blocks: Iterable[nn.Module],
+    mode: Checkpointing,
+    every: int = 1,
+    policy: OffloadPolicy | None = None,
+) -> None:
     """Have blocks recompute activations in backward, before they are sharded and compiled.
 
     Args:
         blocks: modules that keep their inputs alone, in the order of forward.
         mode: which activations are recomputed; none changes nothing.
         every: of the blocks, every N-th is recomputed, beginning with the N-th.
+        policy: where ``mode`` keeps inputs, if it offloads them.
     """
     if mode is Checkpointing.NONE:
         return
     for block in itertools.islice(blocks, every - 1, None, every):
         checkpoint_module(block, context_fn=_CONTEXTS[mode])
+        if mode is Checkpointing.OFFLOAD:
+            assert policy is not None
+            offload_activations(block, policy)
 
 
 # -- selective checkpointing -----------------------------------------------------------------------
@@ -286,6 +295,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 _CONTEXTS: Mapping[Checkpointing, Contexts | None] = {
     Checkpointing.FULL: None,
+    Checkpointing.OFFLOAD: None,
     Checkpointing.SELECTIVE: keep_products,
     Checkpointing.OPERATOR: keep_every_second_product,
 }

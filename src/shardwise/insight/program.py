@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import optim
 from shardwise.base.observe import Activity
+from shardwise.base.offload import policy_of
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.strategies import Runtime, ShardingPlan
 from shardwise.insight.blueprint import Blueprint
@@ -76,15 +77,20 @@ class Program:
         """The model."""
         return self.blueprint.model
 
-    def prepare(self) -> None:
+    def prepare(self, activations: OffloadPolicy | None = None) -> None:
         """Choose the dtype of shards and what is recomputed, for a model that is not sharded yet.
 
         Batch norms stay in float32 whatever the rest has, as their statistics do. So do parameters
         that ``transformers`` keeps in float32.
+
+        Args:
+            activations: where inputs of blocks go, in place of what the configuration says.
         """
         config, blueprint = self.config, self.blueprint
         blocks = blueprint.blocks if blueprint.recomputed is None else blueprint.recomputed
-        checkpoint_blocks(blocks, config.activation_checkpointing, config.recompute_every)
+        place = config.place_of_activations
+        policy = activations or (None if place is None else policy_of(place))
+        checkpoint_blocks(blocks, config.activation_checkpointing, config.recompute_every, policy)
         dtype = DTYPES[config.shard_dtype]
         if dtype is not None:
             store_in(self.model, dtype, kept_in_float32(self.model, dtype))
