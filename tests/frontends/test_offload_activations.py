@@ -527,7 +527,9 @@ def test_a_disk_that_cannot_be_read_is_an_error_in_backward(
 
 
 def test_arguments_are_checked(policy: DiskOffloadPolicy) -> None:
-    with pytest.raises(TypeError, match=r"policy: found OffloadPolicy\(\), expected CPUOffload"):
+    with pytest.raises(
+        TypeError, match=r"offload_policy: found OffloadPolicy\(\), expected CPUOffload"
+    ):
         offload_activations(Block(), OffloadPolicy())
     module = offload_activations(Block(), policy)
     assert offload_activations(module, policy) is module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from torch._C._dynamo.eval_frame import (
 from torch._C._functorch import get_unwrapped, is_batchedtensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils.checkpoint import checkpoint
 
 from shardwise._torch import dtensor
 
@@ -39,20 +37,6 @@ def in_backward() -> bool:
 def copies_saved_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
-
-
-def hooks_saved_tensors() -> bool:
-    """Whether hooks get what autograd saves: those of a checkpoint, or of the user."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-#: Options of ``torch.utils.checkpoint.checkpoint``: what it keeps selectively is saved through
-#: hooks that are around it, as all else is. Before torch 2.15 no hooks get that.
-CHECKPOINT_OPTIONS: dict[str, Any] = {
-    name: True
-    for name in ("respect_saved_tensors_hooks",)
-    if name in inspect.signature(checkpoint).parameters
-}
 
 
 def sequence_number() -> int:

@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shardwise._torch import autograd, dtensor, fake
+from shardwise._torch.saved import base_of, hooks_saved_tensors
 from shardwise.base import devices, observe
 from shardwise.base.errors import OffloadError
 from shardwise.base.observe import Memory
@@ -40,7 +41,7 @@ from shardwise.base.scratch.file import ScratchFile, file_in
 
 observe.ALLOCATES[__file__] = Memory.ACTIVATIONS
 
-#: What :meth:`Store.takes` may take: no subclasses.
+#: What :meth:`ActivationStore.takes` may take: no subclasses.
 _PLAIN = (torch.Tensor, nn.Parameter, fake.FakeTensor)
 
 
@@ -124,7 +125,7 @@ class _OnDisk(Kept):
         return self._home.to(self.device)
 
 
-class _Copy:
+class _SideCopy:
     """A copy on a stream of its own, and the device memory that it reads or writes.
 
     When the memory is given up, the stream that it was taken on waits for the copy.
@@ -148,17 +149,17 @@ class _Copy:
             self._stream.wait_event(self._over)
 
 
-class _OnHost(Kept):
+class _InPinnedMemory(Kept):
     """Memory of an accelerator in pinned memory of its host, which torch reuses by itself."""
 
     def __init__(self, beside: torch.Stream, source: torch.Tensor) -> None:
         super().__init__(source)
         self._beside = beside
-        self._arriving: _Copy | None = None
+        self._arriving: _SideCopy | None = None
         home = devices.host_memory(source.nbytes, source.device)
         self._home = home.view(source.dtype)
         copy = functools.partial(self._home.copy_, source, non_blocking=True)
-        self._leaving: _Copy | None = _Copy(source, beside, copy)
+        self._leaving: _SideCopy | None = _SideCopy(source, beside, copy)
 
     def settle(self) -> None:
         self._leaving = None
@@ -170,7 +171,7 @@ class _OnHost(Kept):
         if self._arriving is None and self._leaving is None:
             memory = torch.empty_like(self._home, device=self.device)
             copy = functools.partial(memory.copy_, self._home, non_blocking=True)
-            self._arriving = _Copy(memory, self._beside, copy)
+            self._arriving = _SideCopy(memory, self._beside, copy)
 
     def _load(self) -> torch.Tensor:
         self._start()
@@ -181,7 +182,7 @@ class _OnHost(Kept):
         return self._arriving.memory
 
 
-class _OnPageableHost(Kept):
+class _InPageableMemory(Kept):
     """Memory of an accelerator in memory of its host that is not pinned: the host waits."""
 
     def __init__(self, source: torch.Tensor) -> None:
@@ -192,14 +193,14 @@ class _OnPageableHost(Kept):
         return self._home.to(self.device)
 
 
-class Span:
+class ForwardSpan:
     """One forward of a module.
 
     Args:
         before: the forward before it, if its graph is still there.
     """
 
-    def __init__(self, before: Span | None) -> None:
+    def __init__(self, before: ForwardSpan | None) -> None:
         self.before = _never if before is None else weakref.ref(before)
         self._kept: list[weakref.ref[Kept]] = []
 
@@ -230,14 +231,14 @@ class _Saved:
     kept: Kept | None = None
     strides: tuple[torch.Size, tuple[int, ...], int] | None = None
     wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
-    span: Span | None = None
+    span: ForwardSpan | None = None
 
     def is_unwritten(self) -> bool:
         """Whether nothing was written to the tensor since, as far as autograd counts that."""
-        return self.tensor._version == self.version
+        return autograd.version_of(self.tensor) == self.version
 
 
-class Store:
+class ActivationStore:
     """What keeps the tensors of all modules that go to one place.
 
     Args:
@@ -254,8 +255,8 @@ class Store:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[_Saved]] = (
             weakref.WeakKeyDictionary()
         )
-        self._last: Callable[[], Span | None] = _never
-        self._here: Callable[[], Span | None] = _never
+        self._last: Callable[[], ForwardSpan | None] = _never
+        self._here: Callable[[], ForwardSpan | None] = _never
         self._leaving: list[weakref.ref[Kept]] = []
         self._near: list[weakref.ref[Kept]] = []
 
@@ -269,22 +270,24 @@ class Store:
             module: whose parameters and buffers stay.
             smallest: storages with fewer bytes stay, too.
         """
-        if not torch.is_grad_enabled() or autograd.in_transform() or autograd.hooks_saved_tensors():
+        if not torch.is_grad_enabled() or autograd.in_transform() or hooks_saved_tensors():
             return nullcontext()
         with self._lock:
             for each in _living(self._leaving):
                 each.settle()
             self._leaving.clear()
-            span = Span(self._last())
+            span = ForwardSpan(self._last())
             self._last = weakref.ref(span)
         return saved_tensors_hooks(
             functools.partial(self._pack, module, smallest, span), self._unpack
         )
 
     @autograd.disable_compile
-    def _pack(self, module: nn.Module, smallest: int, span: Span, tensor: torch.Tensor) -> _Saved:
+    def _pack(
+        self, module: nn.Module, smallest: int, span: ForwardSpan, tensor: torch.Tensor
+    ) -> _Saved:
         with torch.no_grad(), self._lock:
-            saved = _Saved(tensor.detach(), tensor._version)
+            saved = _Saved(tensor.detach(), autograd.version_of(tensor))
             local = dtensor.plain(tensor)
             if not (type(local) in _PLAIN and self._takes(local) and _is_whole(local, smallest)):
                 return saved
@@ -318,10 +321,11 @@ class Store:
     @autograd.disable_compile
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if not saved.is_unwritten():
+            found = autograd.version_of(saved.tensor)
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: it is at version {saved.tensor._version}; expected version "
-                f"{saved.version} instead"
+                f"inplace operation: it is at version {found}; expected version {saved.version} "
+                "instead"
             )
         if saved.kept is None:
             return saved.tensor
@@ -332,7 +336,7 @@ class Store:
             made = memory.as_strided(*saved.strides)
             return made if saved.wrap is None else saved.wrap(made)
 
-    def _come_to(self, span: Span | None) -> None:
+    def _come_to(self, span: ForwardSpan | None) -> None:
         """Bring back what a forward and the one before it have kept, and let go of the rest."""
         if span is None or span is self._here():
             return
@@ -351,10 +355,10 @@ class Store:
 class StorePolicy(OffloadPolicy):
     """A policy that names its store: that of a plan."""
 
-    store: Store
+    store: ActivationStore
 
 
-def store_of(policy: OffloadPolicy) -> Store:
+def store_of(policy: OffloadPolicy) -> ActivationStore:
     """Return what keeps tensors where a policy says. All modules with the same place share it.
 
     Raises:
@@ -370,7 +374,7 @@ def store_of(policy: OffloadPolicy) -> Store:
         place = policy.pin_memory
     else:
         raise TypeError(
-            f"policy: found {policy!r}, expected CPUOffloadPolicy() for the host of an "
+            f"offload_policy: found {policy!r}, expected CPUOffloadPolicy() for the host of an "
             "accelerator, or DiskOffloadPolicy(FOLDER)"
         )
     found = _stores.get(place)
@@ -380,29 +384,33 @@ def store_of(policy: OffloadPolicy) -> Store:
     return found
 
 
-_stores: weakref.WeakValueDictionary[Path | bool, Store] = weakref.WeakValueDictionary()
+_stores: weakref.WeakValueDictionary[Path | bool, ActivationStore] = weakref.WeakValueDictionary()
 
 
-def _on_disk(folder: Path) -> Store:
+def _on_disk(folder: Path) -> ActivationStore:
     keep = functools.partial(_OnDisk, file_in(folder))
-    return Store(lambda tensor: not (tensor.is_meta or isinstance(tensor, fake.FakeTensor)), keep)
+    return ActivationStore(
+        lambda tensor: not (tensor.is_meta or isinstance(tensor, fake.FakeTensor)), keep
+    )
 
 
-def _on_host(pin: bool) -> Store:
+def _on_host(pin: bool) -> ActivationStore:
     @functools.cache
     def beside(device: torch.device) -> torch.Stream | None:
         return devices.new_stream(device) if pin and devices.pins(device) else None
 
     def keep(source: torch.Tensor) -> Kept:
         stream = beside(source.device)
-        return _OnPageableHost(source) if stream is None else _OnHost(stream, source)
+        return _InPageableMemory(source) if stream is None else _InPinnedMemory(stream, source)
 
-    return Store(lambda tensor: tensor.device.type not in (devices.CPU.type, "meta"), keep)
+    return ActivationStore(
+        lambda tensor: tensor.device.type not in (devices.CPU.type, "meta"), keep
+    )
 
 
 def _is_of(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter, a buffer of ``module``, or a view of one."""
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
         return True
     mine = dtensor.storage_of(tensor)
     own: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())

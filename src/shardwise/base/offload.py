@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from shardwise._torch import autograd
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
-from shardwise.base.places import folder_of_place
 
 if TYPE_CHECKING:
     from shardwise.base.scratch.file import ScratchFile
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DiskOffloadPolicy(OffloadPolicy):
-    """Keep shards in a file on a local disk; an ``offload_policy`` of ``fully_shard``.
-
-    Or activations, as the policy of :func:`shardwise.offload_activations`.
+    """Keep shards, or activations (``offload_activations``), in a file on a local disk.
 
     The file has no name, and vanishes with this process, however it ends. Shards are mapped: they
     are tensors as ever, whose memory the kernel reads and writes as it is used. Shards of less than
@@ -51,16 +48,6 @@ class DiskOffloadPolicy(OffloadPolicy):
                 f"DiskOffloadPolicy: found {found!r}, expected a folder of a local disk, such as "
                 '"/scratch"'
             )
-
-
-def policy_of(place: str) -> OffloadPolicy:
-    """Return what keeps something at a place, ``"host"`` or ``"disk:FOLDER"``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    folder = folder_of_place(place)
-    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 @dataclass

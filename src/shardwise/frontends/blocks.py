@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwise._torch import autograd, fsdp
+from shardwise._torch import autograd, fsdp, saved
 from shardwise.base.arguments import check_arguments
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import Checkpointing, Runtime
@@ -89,7 +89,7 @@ def checkpoint_module(
         if contexts is not None:
             given["context_fn"] = contexts
             if not torch.compiler.is_compiling():
-                given |= autograd.CHECKPOINT_OPTIONS
+                given |= saved.CHECKPOINT_OPTIONS
         return checkpoint(
             run,
             *args,
@@ -106,7 +106,7 @@ def checkpoint_module(
 
 
 def offload_activations(
-    module: _Module, policy: OffloadPolicy, *, smallest: int = 64 * 1024
+    module: _Module, offload_policy: OffloadPolicy, *, smallest: int = 64 * 1024
 ) -> _Module:
     """Keep elsewhere what autograd saves in ``module`` for backward.
 
@@ -132,7 +132,7 @@ def offload_activations(
 
     Args:
         module: the module. A second call has no effect.
-        policy: ``CPUOffloadPolicy()``: the host of an accelerator; tensors on the CPU stay.
+        offload_policy: ``CPUOffloadPolicy()``: the host of an accelerator; tensors on the CPU stay.
             :class:`shardwise.DiskOffloadPolicy`: a folder of a local disk, for which accelerators
             wait.
         smallest: memory of fewer bytes stays.
@@ -141,7 +141,7 @@ def offload_activations(
         ``module``.
 
     Raises:
-        TypeError: ``policy`` keeps nothing elsewhere.
+        TypeError: ``offload_policy`` keeps nothing elsewhere.
         OffloadError: no file can be made in the folder. Forward and backward raise it if the disk
             is full, or fails.
 
@@ -153,7 +153,7 @@ def offload_activations(
     check_arguments(offload_activations, locals())
     if _OFFLOADED in module.__dict__:
         return module
-    store, patched = store_of(policy), _patched_forward(module)
+    store, patched = store_of(offload_policy), _patched_forward(module)
 
     # Hooks on saved tensors are nothing that a compiler can trace.
     @functools.partial(torch.compiler.disable, recursive=False)

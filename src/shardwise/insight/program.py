@@ -13,11 +13,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import optim
 from shardwise.base.observe import Activity
-from shardwise.base.offload import policy_of
+from shardwise.base.offload import DiskOffloadPolicy
+from shardwise.base.places import folder_of_place
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.strategies import Runtime, ShardingPlan
 from shardwise.insight.blueprint import Blueprint
@@ -37,6 +38,16 @@ DTYPES: Mapping[PrecisionName | None, Any] = {
     PrecisionName.BF16: torch.bfloat16,
     None: None,
 }
+
+
+def policy_of(place: str) -> OffloadPolicy:
+    """Return what keeps something at a place, ``"host"`` or ``"disk:FOLDER"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    folder = folder_of_place(place)
+    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 @dataclass(frozen=True, kw_only=True)

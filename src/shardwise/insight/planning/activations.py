@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import OffloadPolicy
 
 from shardwise.base import devices
-from shardwise.base.activations import Kept, Store, StorePolicy
+from shardwise.base.activations import ActivationStore, Kept, StorePolicy
 from shardwise.base.observe import Activity, Memory, Route
 from shardwise.base.places import folder_of_place
 from shardwise.insight.planning.settings import Settings, SettingsError
@@ -49,7 +49,9 @@ class Activations:
             expected = "disk:FOLDER: the memory of the host is that of CPUs themselves"
             raise SettingsError("offload_activations", settings.place_of_activations, expected)
         keep = functools.partial(_Planned, self)
-        self.policy = StorePolicy(Store(lambda tensor: tensor.device.type != "meta", keep))
+        self.policy = StorePolicy(
+            ActivationStore(lambda tensor: tensor.device.type != "meta", keep)
+        )
 
     def add(self, nbytes: int) -> None:
         """Count what is kept."""

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import FSDPModule, OffloadPolicy, fully_shard
 from shardwise.app.recipes.core.recipe import TrainContext
-from shardwise.base.offload import policy_of
 from shardwise.frontends.blocks import batch_norms
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.program import Program
+from shardwise.insight.program import Program, policy_of
 from shardwise.insight.schema.training import OptimizerConfig, ScheduleName, TrainConfig
 from shardwise.optim.reductions import Reductions
 from shardwise.sharding.state import states_of
