@@ -89,6 +89,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         found = {"peak": peak_rss() - before, "seconds": time.perf_counter() - began}
     digest = hashlib.sha256(loss.detach().numpy().tobytes())
     for p in model.parameters():
+        assert p.grad is not None
         digest.update(p.grad.numpy().tobytes())
     return {**found, "bits": digest.hexdigest()}
 

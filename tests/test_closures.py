@@ -21,7 +21,7 @@ DOORS = {
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
         35706,
-        151,
+        152,
     ),
 }
 
