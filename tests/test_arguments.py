@@ -55,6 +55,7 @@ RIGHT: dict[str, Any] = {
     "module_classes": [nn.Linear],
     "modules": [],
     "name": "n",
+    "offload_policy": shardwise.CPUOffloadPolicy(),
     "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1),
     "optimizer_class": torch.optim.SGD,
     "parameters": [],

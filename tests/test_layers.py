@@ -66,6 +66,7 @@ INNER_LAYERS = {
         ["spans"],
         ["devices"],
         ["offload"],
+        ["activations"],
         ["__init__"],
     ],
     "checkpoint": [

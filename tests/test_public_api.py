@@ -77,6 +77,7 @@ PUBLIC = {
         "launch",
         "log",
         "materialize",
+        "offload_activations",
         "optim",
         "patch_torch",
         "plan",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.compat import patch_torch
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
-    from shardwise.frontends.blocks import checkpoint_module
+    from shardwise.frontends.blocks import checkpoint_module, offload_activations
     from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.fsdp2 import fully_shard
@@ -135,6 +135,7 @@ __all__ = [
     "launch",
     "log",
     "materialize",
+    "offload_activations",
     "optim",
     "patch_torch",
     "plan",

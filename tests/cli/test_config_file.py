@@ -127,7 +127,7 @@ def test_a_flag_is_true_or_false(tmp_path: Path, text: str, existing: str, stepp
         (b"keep-best: yes", "line 1, column 12: found 'yes', expected one of true, false for "),
         (b"schedule: cosin", "column 11: found 'cosin', expected one of cosine, .* for schedule"),
         (b"activation-checkpointing: true", "found 'true', expected one of none, "
-         "full, selective, op for activation-checkpointing"),
+         "full, selective, op, offload for activation-checkpointing"),
         (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected one value"),
         (b"data: [a, null]", "line 1, column 11: found nothing in the list for data"),
         (b"data:\n  - a\n  - {b: c}", "line 3, column 5: found a mapping for data, expected"),

@@ -88,6 +88,7 @@ pytestmark = pytest.mark.usefixtures("no_world")
         ("--offload tape", "--offload: found tape, expected host, or disk:FOLDER"),
         ("--strategy diloco --offload-parameters host", "--offload-parameters: found --strategy"),
         ("--offload-parameters disk:", "--offload-parameters: found disk:, expected host, or disk"),
+        ("--offload-activations host", "--offload-activations: found host, expected --activation"),
         ("--master-dtype fp32", "--master-dtype: found fp32, expected --offload too"),
         ("--offload host --master-dtype fp32", "--master-dtype: found fp32 with shards in fp32"),
         (
@@ -355,7 +356,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
         "offload": "disk:/tmp/x", "offload_parameters": "disk:y", "master_dtype": "fp32",
-        "transport": "collectives",
+        "offload_activations": None, "transport": "collectives",
         "collective_wire": "gather=fp32,reduce=fp32", "reshard_after_forward": None,
         "recompute_every": 2, "activation_checkpointing": "full", "out": "here",
         "checkpoint_every": 5, "keep_last": 9, "keep_best": True, "compile": False,

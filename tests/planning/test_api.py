@@ -157,7 +157,7 @@ def test_what_cannot_be_planned_for_is_refused(
     [
         ({"strategy": "zero9"}, "--strategy: found zero9, expected one of full"),
         ({"param_dtype": "fp16"}, "--param-dtype: found fp16, expected one of fp32, bf16"),
-        ({"activation_checkpointing": "some"}, "one of none, full, selective, op"),
+        ({"activation_checkpointing": "some"}, "one of none, full, selective, op, offload"),
         ({"collective_wire": "int9"}, "--wire: found 'int9', expected fp32, bf16"),
     ],
 )

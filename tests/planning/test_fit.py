@@ -57,12 +57,14 @@ class World:
             Checkpointing.SELECTIVE: 2,
             Checkpointing.OPERATOR: 1.5,
             Checkpointing.FULL: 1,
+            Checkpointing.OFFLOAD: 0.5,
         }
         again = {
             Checkpointing.NONE: 3,
             Checkpointing.SELECTIVE: 3.1,
             Checkpointing.OPERATOR: 3.5,
             Checkpointing.FULL: 4,
+            Checkpointing.OFFLOAD: 4.5,
         }
         batch, cut = settings.batch_size, settings.mesh.tensor_parallel
         activations = layers * batch * kept[settings.activation_checkpointing] / cut

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwise import DiskOffloadPolicy, MachineConfig, PlannedStep, StrategyConfig, plan
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.strategies import Checkpointing, Runtime, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning import recorder
+from shardwise.insight.planning.api import ModelPlan
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
@@ -321,6 +324,61 @@ def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_
     count = 4 if "tp" in settings.mesh.names else 0
     assert after_forward == pytest.approx(found.after_forward, abs=count, rel=0)
     assert peak == pytest.approx(found.peak, abs=count, rel=0)
+
+
+@pytest.mark.parametrize("given", [{}, _BF16, {"recompute_every": 2}], ids=str)
+def test_inputs_that_a_disk_keeps_are_counted_there(given: dict[str, Any], tmp_path: Path) -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        activation_checkpointing=Checkpointing.OFFLOAD,
+        offload_activations=f"disk:{tmp_path}",
+        batch_size=8,
+        transport="collectives",
+        backend="fake",
+        batch=_tokens,
+        step=_loss,
+        **given,
+    )
+    log = rehearse(_llama(), settings)
+    every, policy = settings.recompute_every, DiskOffloadPolicy(tmp_path)
+    nbytes = 8 * 64 * 64 * (2 if settings.param_dtype == "bf16" else 4)
+    assert log.offloaded == nbytes * 2 // every
+
+    def prepare(model: nn.Module) -> None:
+        checkpoint_blocks(model.model.layers, Checkpointing.OFFLOAD, every, policy)
+
+    found = allocated(_llama(), settings, prepare, tmp_path)
+    changes = [event for event in log.events if isinstance(event, Change)]
+    in_forward = [each.nbytes for each in changes if each.moment.startswith("forward")]
+    assert sum(in_forward) == found.after_forward
+    peak = max(itertools.accumulate(each.nbytes for each in changes))
+    # What comes back is memory of the file, which no allocator knows.
+    assert found.peak <= peak <= found.peak + nbytes
+
+
+def test_inputs_cross_the_link_to_the_host_and_back() -> None:
+    def planned(**given: Any) -> ModelPlan:
+        mode = given.pop("mode", Checkpointing.OFFLOAD)
+        config = StrategyConfig(activation_checkpointing=mode, **given)
+        step = PlannedStep(batch_size=8, batch=_tokens, step=_loss)
+        return plan(_llama(), sharding=config, step=step, machine=MachineConfig(device="h100"))
+
+    inputs, kept = planned(), planned(mode=Checkpointing.FULL)
+    nbytes = 8 * 64 * 64 * 4
+    [copies] = [each for each in inputs.traffic if each.collective == "copy"]
+    # The last input is still there when backward asks for it.
+    assert (copies.dimension, copies.calls, copies.sent) == ("host", 3, 3 * nbytes)
+    assert inputs.ranks[0].offloaded == 2 * nbytes
+    assert inputs.peak <= kept.peak
+    assert "inputs of blocks to host" in str(inputs)
+
+
+def test_on_cpus_inputs_need_a_folder() -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"), activation_checkpointing=Checkpointing.OFFLOAD
+    )
+    with pytest.raises(SettingsError, match=r"offload_activations: found host, expected disk:FOL"):
+        rehearse(_llama(), settings)
 
 
 # -- tensor parallelism, and modules that compute with values ------------------------------------

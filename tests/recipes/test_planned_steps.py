@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -146,6 +147,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "c10d": {"transport": TransportName.C10D},
     "int8": {"transport": TransportName.C10D, "collective_wire": parse_wires("int8")},
     "recomputed": {"activation_checkpointing": Checkpointing.FULL},
+    "offloaded inputs": {
+        "activation_checkpointing": Checkpointing.OFFLOAD,
+        "offload_activations": f"disk:{gettempdir()}",
+    },
     "offloaded states": {"offload": "host"},
     "offloaded parameters": {"offload_parameters": "host"},
 }

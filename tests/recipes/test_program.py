@@ -59,7 +59,8 @@ VARIED: Mapping[str, Sequence[Any]] = {
     "shard_dtype": (PrecisionName.FP32, PrecisionName.BF16),
     "param_dtype": (None, PrecisionName.BF16),
     "reduce_dtype": (PrecisionName.FP32, PrecisionName.BF16),
-    "activation_checkpointing": tuple(Checkpointing),
+    # Inputs on a disk are memory that no transport and no allocator counts.
+    "activation_checkpointing": tuple(each for each in Checkpointing if each.value != "offload"),
     "recompute_every": (1, 2),
     "offload": (None, "host"),
     "offload_parameters": (None, "host"),
@@ -73,9 +74,10 @@ VARIED: Mapping[str, Sequence[Any]] = {
 }
 #: Options of which messages between processes depend, or more memory than that of a step:
 #: ``tests/recipes/test_planned_steps.py`` has those.
-SENT_OTHERWISE = {"transport", "collective_wire", "replicas", "mesh", "diloco", "compile"} | {
-    field.name for field in dataclasses.fields(DilocoConfig)
-}
+SENT_OTHERWISE = {
+    *("transport", "collective_wire", "replicas", "mesh", "diloco", "compile"),
+    "offload_activations",
+} | {field.name for field in dataclasses.fields(DilocoConfig)}
 #: Options that choose the model and its batches, which a plan takes from the recipe.
 MODELS_AND_BATCHES = {
     *("model", "pretrained", "tokenizer", "seq_length", "image_size", "patch_size", "layers"),

@@ -71,6 +71,14 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "ParamGroup.wait_for_offload: wait": "offload_pinned",
     "Offload.grad_to_host: record_event": "offload_pinned",
     "Offload.wait: synchronize": "offload_pinned",
+    # Activations on their way to the host, and back.
+    "_SideCopy.__init__: record_event": "inputs_on_the_host",
+    "_SideCopy.__init__: wait_event": "inputs_on_the_host",
+    "_SideCopy.__init__: record_event (2)": "inputs_on_the_host",
+    "_SideCopy.wait: wait_event": "inputs_on_the_host",
+    "_SideCopy.__del__: wait_event": "activations_of_a_dropped_graph",
+    "_InPinnedMemory._start: empty_like": "activations_on_the_host",
+    "_InPinnedMemory._load: wait": "activations_on_the_host",
     # Collectives.
     "wait_for_all: wait": "wires_of_scalars",
     "AllToAll._collect: wait": "diloco",
@@ -241,6 +249,8 @@ UNSEEN = {
         "the host has waited for all copies out of a block before it is freed"
     ),
     "DiskStore.make_block: empty": "the model has no disk",
+    "_OnDisk._load: to": "the model has no disk",
+    "_InPageableMemory._load: to": "copies from pageable memory always block the host",
     "PlannedStore.allocate: empty": _META,
     "PlannedStore.make_block: empty": "it has no memory: it is for plans",
     "GroupSteps.finish: finish": _STEPPED,

@@ -32,9 +32,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import fully_shard
+from shardwise import checkpoint_module, fully_shard, offload_activations
 from shardwise._torch import dtensor
-from shardwise.base import devices
+from shardwise.base import activations, devices
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint.ranks import agreement, saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
@@ -1438,3 +1438,44 @@ _options("backward_raises_staged", how=_backward_raises, shard_placement_fn=_by_
 _options("async_save", how=_async_save)
 _options("async_save_pageable", how=_async_save_pageable, pageable=Pageable.RETURNS)
 _options("async_save_offloaded", how=_async_save, offload_policy=PINNED)
+
+
+# -- activations on the host ---------------------------------------------------------------------
+
+
+def _with_activations_on_host(
+    run: Run, *, recomputed: bool, policy: CPUOffloadPolicy = PINNED, depth: int = 3
+) -> Any:
+    activations._stores.clear()  # those of an earlier run have streams of its device
+    net = make(run, depth=depth)
+    for block in net.blocks:
+        offload_activations(checkpoint_module(block) if recomputed else block, policy, smallest=1)
+    return shard(run, net)
+
+
+@scenario()
+def inputs_on_the_host(run: Run) -> None:
+    """Blocks are recomputed, and their inputs go to the host and come back."""
+    train(run, _with_activations_on_host(run, recomputed=True))
+
+
+@scenario()
+def activations_on_the_host(run: Run) -> None:
+    """All activations go to the host and come back, in two backwards through one graph too."""
+    net = _with_activations_on_host(run, recomputed=False)
+
+    def backward(net: Any) -> None:
+        loss = loss_of(net)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    train(run, net, backward=backward)
+
+
+@scenario()
+def activations_of_a_dropped_graph(run: Run) -> None:
+    """Graphs are dropped while copies to the host run, and while others come back."""
+    net = _with_activations_on_host(run, recomputed=False)
+    loss_of(net)
+    batch().square()  # in memory that is free again
+    _backward_raises(run, net)

@@ -32,7 +32,8 @@ ALWAYS = (
 @functools.cache
 def _all_places() -> dict[str, Place]:
     doors = [SOURCE / "frontends" / name for name in _DOORS]
-    paths = [*(SOURCE / "base" / name for name in ("devices.py", "offload.py")), *doors]
+    base = ("activations.py", "devices.py", "offload.py")
+    paths = [*(SOURCE / "base" / name for name in base), *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise._torch import autograd
 
-__all__ = ["UNTRACEABLE", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = ["UNTRACEABLE", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
 #: What is raised by an operation whose result depends on values.
 UNTRACEABLE = (

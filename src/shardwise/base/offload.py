@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DiskOffloadPolicy(OffloadPolicy):
-    """Keep shards in a file on a local disk; an ``offload_policy`` of ``fully_shard``.
+    """Keep shards, or activations (``offload_activations``), in a file on a local disk.
 
     The file has no name, and vanishes with this process, however it ends. Shards are mapped: they
     are tensors as ever, whose memory the kernel reads and writes as it is used. Shards of less than

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwise._torch import autograd, fsdp
+from shardwise._torch import autograd, fsdp, saved
 from shardwise.base.arguments import check_arguments
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import Checkpointing, Runtime
@@ -30,6 +30,7 @@ from shardwise.transport.wire import Wire
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _MARK = "_shardwise_checkpointed"
+_OFFLOADED = "_shardwise_offloaded"
 
 
 #: Returns the contexts around a forward, and around its recomputation in backward.
@@ -62,21 +63,33 @@ def checkpoint_module(
 
     Returns:
         ``module``.
+
+    Raises:
+        ValueError: :func:`offload_activations` came first.
     """
     check_arguments(checkpoint_module, locals())
     if _MARK in module.__dict__:
         return module
-    inner = module.__dict__.get("forward")  # that of an earlier patch, if there is one
+    if _OFFLOADED in module.__dict__:
+        raise ValueError(
+            f"checkpoint_module: found a {type(module).__name__} whose activations are offloaded, "
+            "expected the other order: offload_activations(checkpoint_module(module), policy)"
+        )
+    patched = _patched_forward(module)
 
     @functools.wraps(module.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A partial function, into which torch.compile sees; it does not into a new method.
-        run = functools.partial(type(self).forward, self) if inner is None else inner
+        run = functools.partial(patched or type(self).forward, self)
         contexts = context_fn
+        given: dict[str, Any] = {}
         # A compiler has the writes to running statistics apart from what it computes again.
         if not torch.compiler.is_compiling() and (norms := batch_norms(self)):
             contexts = functools.partial(_contexts, norms, context_fn)
-        given: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        if contexts is not None:
+            given["context_fn"] = contexts
+            if not torch.compiler.is_compiling():
+                given |= saved.CHECKPOINT_OPTIONS
         return checkpoint(
             run,
             *args,
@@ -90,6 +103,76 @@ def checkpoint_module(
     module.__dict__["forward"] = types.MethodType(forward, module)
     module.__dict__[_MARK] = True
     return module
+
+
+def offload_activations(
+    module: _Module, offload_policy: OffloadPolicy, *, smallest: int = 64 * 1024
+) -> _Module:
+    """Keep elsewhere what autograd saves in ``module`` for backward.
+
+    That is all activations, or, after :func:`checkpoint_module`, the inputs that are given by
+    position:
+
+        offload_activations(checkpoint_module(block), DiskOffloadPolicy("/scratch"))
+
+    On an accelerator, they go to pinned memory of the host, and come back beside computing. On
+    CPUs, they go to a file that vanishes with the process. When backward comes to one module, what
+    the module before it has kept begins to come back. Losses and gradients have the same bits. All
+    views of the same memory are kept once. What the program itself still has in backward is taken
+    from there.
+
+    Replaces ``module.forward``, and can be combined with sharding in either order. Parameters,
+    buffers and sparse tensors stay. So do tensor subclasses other than ``DTensor``, and views of
+    less than a fourth of a memory. Inside of a checkpoint, or of other ``saved_tensors_hooks``,
+    those get everything. A compiler compiles what ``forward`` calls, not ``forward`` itself.
+
+    Autograd raises as ever if a saved tensor is written to before backward. Writes that it does not
+    count, such as those to ``tensor.data``, must not come between two operations that save the same
+    memory.
+
+    Args:
+        module: the module. A second call has no effect.
+        offload_policy: ``CPUOffloadPolicy()``: the host of an accelerator; tensors on the CPU stay.
+            :class:`shardwise.DiskOffloadPolicy`: a folder of a local disk, for which accelerators
+            wait.
+        smallest: memory of fewer bytes stays.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``offload_policy`` keeps nothing elsewhere.
+        OffloadError: no file can be made in the folder. Forward and backward raise it if the disk
+            is full, or fails.
+
+    Sources: ``torch.autograd.graph.saved_tensors_hooks``; Rajbhandari et al., "ZeRO-Infinity",
+    arXiv 2104.07857.
+    """
+    from shardwise.base.activations import store_of  # here: few use it
+
+    check_arguments(offload_activations, locals())
+    if _OFFLOADED in module.__dict__:
+        return module
+    store, patched = store_of(offload_policy), _patched_forward(module)
+
+    # Hooks on saved tensors are nothing that a compiler can trace.
+    @functools.partial(torch.compiler.disable, recursive=False)
+    @functools.wraps(module.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with store.around(self, smallest):
+            return (patched or type(self).forward)(self, *args, **kwargs)
+
+    module.__dict__["forward"] = types.MethodType(forward, module)
+    module.__dict__[_OFFLOADED] = True
+    return module
+
+
+def _patched_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that an earlier patch has given a module: of the module, or a copy."""
+    inner = module.__dict__.get("forward")
+    if isinstance(inner, types.MethodType) and inner.__self__ is module:
+        return inner.__func__
+    return None if inner is None else lambda _, *args, **kwargs: inner(*args, **kwargs)
 
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -125,18 +208,27 @@ def _counted_already(norms: list[BatchNorm], around: AbstractContextManager[Any]
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing, every: int = 1) -> None:
+def checkpoint_blocks(
+    blocks: Iterable[nn.Module],
+    mode: Checkpointing,
+    every: int = 1,
+    policy: OffloadPolicy | None = None,
+) -> None:
     """Have blocks recompute activations in backward, before they are sharded and compiled.
 
     Args:
         blocks: modules that keep their inputs alone, in the order of forward.
         mode: which activations are recomputed; none changes nothing.
         every: of the blocks, every N-th is recomputed, beginning with the N-th.
+        policy: where ``mode`` keeps inputs, if it offloads them.
     """
     if mode is Checkpointing.NONE:
         return
     for block in itertools.islice(blocks, every - 1, None, every):
         checkpoint_module(block, context_fn=_CONTEXTS[mode])
+        if mode is Checkpointing.OFFLOAD:
+            assert policy is not None
+            offload_activations(block, policy)
 
 
 # -- selective checkpointing -----------------------------------------------------------------------
@@ -203,6 +295,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 _CONTEXTS: Mapping[Checkpointing, Contexts | None] = {
     Checkpointing.FULL: None,
+    Checkpointing.OFFLOAD: None,
     Checkpointing.SELECTIVE: keep_products,
     Checkpointing.OPERATOR: keep_every_second_product,
 }

@@ -49,6 +49,7 @@ class Checkpointing(enum.Enum):
     FULL = "full"
     SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
     OPERATOR = "op"  # the same, and every second of these products
+    OFFLOAD = "offload"  # all, from inputs that are kept on the host or a disk
 
 
 class Runtime(enum.Enum):

@@ -13,10 +13,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import optim
 from shardwise.base.observe import Activity
+from shardwise.base.offload import DiskOffloadPolicy
+from shardwise.base.places import folder_of_place
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.strategies import Runtime, ShardingPlan
 from shardwise.insight.blueprint import Blueprint
@@ -36,6 +38,16 @@ DTYPES: Mapping[PrecisionName | None, Any] = {
     PrecisionName.BF16: torch.bfloat16,
     None: None,
 }
+
+
+def policy_of(place: str) -> OffloadPolicy:
+    """Return what keeps something at a place, ``"host"`` or ``"disk:FOLDER"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    folder = folder_of_place(place)
+    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +88,20 @@ class Program:
         """The model."""
         return self.blueprint.model
 
-    def prepare(self) -> None:
+    def prepare(self, activations: OffloadPolicy | None = None) -> None:
         """Choose the dtype of shards and what is recomputed, for a model that is not sharded yet.
 
         Batch norms stay in float32 whatever the rest has, as their statistics do. So do parameters
         that ``transformers`` keeps in float32.
+
+        Args:
+            activations: where inputs of blocks go, in place of what the configuration says.
         """
         config, blueprint = self.config, self.blueprint
         blocks = blueprint.blocks if blueprint.recomputed is None else blueprint.recomputed
-        checkpoint_blocks(blocks, config.activation_checkpointing, config.recompute_every)
+        place = config.place_of_activations
+        policy = activations or (None if place is None else policy_of(place))
+        checkpoint_blocks(blocks, config.activation_checkpointing, config.recompute_every, policy)
         dtype = DTYPES[config.shard_dtype]
         if dtype is not None:
             store_in(self.model, dtype, kept_in_float32(self.model, dtype))

@@ -139,8 +139,10 @@ class ScratchFile:
         ]
         begin = offset - extent.offset
         view = memoryview(extent)[begin : begin + nbytes]
-        weakref.finalize(view, self._free.setdefault(size, []).append, offset)
-        return torch.frombuffer(view, dtype=torch.uint8)
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        place = memory.data_ptr(), size, offset
+        weakref.finalize(view, _give_back, self._free.setdefault(size, []), *place)
+        return memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory that is a part of this file."""
@@ -368,6 +370,12 @@ def file_in(folder: Path) -> ScratchFile:
 _shared: weakref.WeakValueDictionary[tuple[int, Path], ScratchFile] = weakref.WeakValueDictionary()
 #: What this process has mapped, which may outlive its file.
 _mapped: weakref.WeakSet[_MappedPart] = weakref.WeakSet()
+
+
+def _give_back(free: list[int], address: int, nbytes: int, offset: int) -> None:
+    """Take memory that no tensor holds any more out of this process, and let others have it."""
+    libc.let_go(address, nbytes)
+    free.append(offset)
 
 
 def _isolate() -> None:

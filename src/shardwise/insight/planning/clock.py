@@ -45,6 +45,7 @@ from shardwise.insight.planning.machine import (
     Machine,
     Progress,
     SharedBy,
+    link_to_host,
 )
 from shardwise.insight.planning.settings import Products, Settings
 
@@ -207,7 +208,7 @@ def sent(start: Start) -> int:
     Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
     tensors. An all-reduce is a reduce-scatter and an all-gather. An all-to-all says what it sends.
     """
-    if start.activity is Activity.ALL_TO_ALL:
+    if start.activity in (Activity.ALL_TO_ALL, Activity.COPY):
         return start.nbytes
     once = start.nbytes * (start.ranks - 1) // max(start.ranks, 1)
     return 2 * once if start.activity is Activity.ALL_REDUCE else once
@@ -325,6 +326,8 @@ class _Replay:
     # -- wires ------------------------------------------------------------------------------------
 
     def _link(self, start: Start) -> Link:
+        if start.activity is Activity.COPY:
+            return link_to_host(self._device)
         if self._hosts(start) > 1:
             return self._machine.between
         return self._machine.links.get(start.transport, self._machine.inside)
@@ -337,6 +340,8 @@ class _Replay:
 
     def _seconds(self, start: Start) -> float:
         """Return how long a wire needs: a ring through all ranks, hosts one after another."""
+        if start.activity is Activity.COPY:
+            return sent(start) / self._link(start).bandwidth
         machine, hosts = self._machine, self._hosts(start)
         link = machine.links.get(start.transport, machine.inside)
         bandwidth, inside = link.bandwidth, start.ranks

@@ -70,7 +70,8 @@ class Start:
 
     Attributes:
         number: which one it is; :class:`Wait` refers to it.
-        activity: ``ALL_GATHER``, ``REDUCE_SCATTER`` or ``ALL_REDUCE``.
+        activity: ``ALL_GATHER``, ``REDUCE_SCATTER`` or ``ALL_REDUCE``; ``COPY``: no collective, but
+            a copy from or to the host.
         dimension: the mesh dimension, such as ``"dp_shard"``.
         ranks: how many ranks take part.
         group: the group of parameters; for tensor parallelism, the module.
@@ -125,7 +126,8 @@ class Log:
         tokens: what this rank trains on in the step; samples for models without sequences.
         flops: of the model alone, without recomputation, on this rank.
         formulas: modules that could not be traced, and why; their figures come from formulas.
-        offloaded: bytes of states and parameters that the rank keeps on its host or on a disk.
+        offloaded: bytes of states, parameters and, at their peak, activations that the rank keeps
+            on its host or on a disk.
         exchanged: bytes that the rank sends in an exchange of DiLoCo.
     """
 

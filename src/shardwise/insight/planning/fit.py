@@ -25,6 +25,7 @@ from shardwise.frontends.strategies import (
     WantedMesh,
 )
 from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.planning.activations import can_offload
 from shardwise.insight.planning.report import Alternative
 from shardwise.insight.planning.settings import Settings
 
@@ -157,12 +158,13 @@ def _estimates(
         if not meshes:
             continue
         first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
-        lines = {each: _line(estimate, _recomputing(first, each)) for each in Checkpointing}
+        modes = _modes(first)
+        lines = {each: _line(estimate, _recomputing(first, each)) for each in modes}
         own = 0.0
         for strategy, mesh in meshes:
             case = replace(settings, strategy=strategy, mesh=mesh)
             change = _difference(estimate, case, first)
-            for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
+            for checkpointing, batch_size in itertools.product(modes, BATCHES):
                 at = replace(_recomputing(case, checkpointing), batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
                 alternative = _alternative(at, measured, limit)
@@ -177,7 +179,16 @@ def _estimates(
 def _recomputing(settings: Settings, mode: Checkpointing) -> Settings:
     """Return settings with another checkpointing, in as many blocks as before if in any."""
     every = 1 if mode is Checkpointing.NONE else settings.recompute_every
-    return replace(settings, activation_checkpointing=mode, recompute_every=every)
+    place = settings.offload_activations if mode is Checkpointing.OFFLOAD else None
+    return replace(
+        settings, activation_checkpointing=mode, recompute_every=every, offload_activations=place
+    )
+
+
+def _modes(settings: Settings) -> list[Checkpointing]:
+    """Return how activations can be recomputed: with inputs elsewhere only if there is a place."""
+    offloads = can_offload(replace(settings, activation_checkpointing=Checkpointing.OFFLOAD))
+    return [each for each in Checkpointing if offloads or each is not Checkpointing.OFFLOAD]
 
 
 def _meshes(
@@ -225,8 +236,10 @@ def nearest(settings: Settings, fits: Callable[[Settings], bool]) -> Settings | 
     Returns:
         ``None`` if none of the changes is enough.
     """
-    for checkpointing in (Checkpointing.SELECTIVE, Checkpointing.FULL):
-        if settings.activation_checkpointing not in (checkpointing, Checkpointing.FULL):
+    less = (Checkpointing.SELECTIVE, Checkpointing.FULL, Checkpointing.OFFLOAD)
+    now = settings.activation_checkpointing
+    for checkpointing in less[less.index(now) + 1 if now in less else 0 :]:
+        if checkpointing in _modes(settings):
             settings = replace(settings, activation_checkpointing=checkpointing)
             if fits(settings):
                 return settings

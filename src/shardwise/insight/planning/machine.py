@@ -176,6 +176,14 @@ DEVICES: Mapping[str, Device] = {
     for name, reported_as, gib, bandwidth, peaks, host_link in _DEVICES
 }
 
+#: The links between a device and its host, by the link between devices, if they are not the same.
+_TO_HOST = {
+    "nvlink3": "pcie4",
+    "nvlink4": "pcie5",
+    "nvlink5": "pcie5",
+    "infinity-fabric": "pcie5",
+}
+
 #: Bandwidth is what nccl-tests reach with large messages: about four fifths of what NVLink and PCIe
 #: have in one direction, and 95 % of a network.
 LINKS: Mapping[str, Link] = {
@@ -236,6 +244,11 @@ def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     names = ", ".join(known)
     models = "the model of an accelerator: " if kind == "device" else ""
     raise MachineError(f"--{kind}", f"{name}{hint}", f"{models}one of {names}, or a --device-file")
+
+
+def link_to_host(device: Device) -> Link:
+    """Return the link between a device and the memory of its host."""
+    return LINKS[_TO_HOST.get(device.host_link, device.host_link)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,8 @@ class RankBytes:
         ranks: how many ranks are of this kind.
         most: the most bytes of each kind during the step, each at a moment of its own.
         by_module: bytes of activations at the peak by module.
-        offloaded: bytes of states and parameters on the host or on a disk, not counted above.
+        offloaded: bytes of states, parameters and activations on the host or on a disk, not counted
+            above.
     """
 
     parameters: int

@@ -33,6 +33,7 @@ from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.strategies import TENSOR, Runtime
 from shardwise.frontends.torch_groups import observed
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
+from shardwise.insight.planning.activations import Activations
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
@@ -91,7 +92,8 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         with _explaining("copying the model"):
             program = program_of(blueprint.copied(), settings)
             model = program.model
-            program.prepare()
+            activations = Activations(settings)
+            program.prepare(activations.policy)
             model.train()
         kind = settings.device_type
         named = settings.backend or dist.get_default_backend_for_device(kind)
@@ -113,7 +115,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             batches = [
                 map_tensors(adopted, make_batch(settings, model, name)) for _ in range(count)
             ]
-        recorder = RehearsalRecorder(mode, dimensions)
+        recorder = activations.recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             stack.enter_context(observed(model, TorchCollectives(backend)))
             around = functools.partial(_around, recorder, settings, model)
@@ -134,7 +136,9 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         flops=recorder.model_flops,
         formulas=recorder.formulas,
         exchanged=optimizer.exchanged,
-        offloaded=optimizer.offloaded + sum(dtensor.plain(each).nbytes for each in elsewhere),
+        offloaded=optimizer.offloaded
+        + sum(dtensor.plain(each).nbytes for each in elsewhere)
+        + activations.most,
     )
 
 

@@ -92,7 +92,11 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)
-    places = {"states": settings.offload, "parameters": settings.offload_parameters}
+    places = {
+        "states": settings.offload,
+        "parameters": settings.offload_parameters,
+        "inputs of blocks": settings.place_of_activations,
+    }
     if any(places.values()):
         kept = max(rank.offloaded for rank in plan.ranks)
         each = ", ".join(f"{what} to {place}" for what, place in places.items() if place)

@@ -101,6 +101,8 @@ class StrategyConfig(Config):
         reshard_after_forward: ``"host"`` or a number of ranks; in code also as for
             :func:`~shardwise.fully_shard`; ``None``: what the strategy says.
         activation_checkpointing: which activations of each block are recomputed.
+        offload_activations: where inputs of blocks are kept, in the words of ``offload``, if
+            ``activation_checkpointing`` offloads them; ``None``: on the host.
         recompute_every: of the blocks in order, every N-th is recomputed; the others keep all.
         compile: each block is compiled.
         transport: how bytes move between ranks.
@@ -149,9 +151,18 @@ class StrategyConfig(Config):
         Checkpointing.NONE,
         "Activations that are recomputed in backward instead of being kept: {choices}. "
         "selective keeps the results of matrix products, convolutions and attention, op only "
-        "every second of these products.",
+        "every second of these products. offload recomputes all, and keeps what that begins with "
+        "at --offload-activations.",
         SHARDING,
         metavar="NAME",
+    )
+    offload_activations: str | None = setting(
+        None,
+        "With --activation-checkpointing offload: keep the inputs of blocks on the host of an "
+        "accelerator (host) or in a folder of a local disk (disk:FOLDER) until backward.",
+        SHARDING,
+        metavar="PLACE",
+        shown="host",
     )
     recompute_every: Count = setting(
         1,
@@ -200,6 +211,12 @@ class StrategyConfig(Config):
         return self.param_dtype or self.shard_dtype
 
     @property
+    def place_of_activations(self) -> str | None:
+        """Where inputs of blocks are kept; ``None``: where they are computed."""
+        offloads = self.activation_checkpointing is Checkpointing.OFFLOAD
+        return (self.offload_activations or "host") if offloads else None
+
+    @property
     def transport_argument(self) -> str | None:
         """The argument ``transport`` of ``fully_shard``."""
         return None if self.transport is TransportName.AUTO else self.transport
@@ -215,6 +232,10 @@ class StrategyConfig(Config):
         expected = "--activation-checkpointing too"
         alone = self.recompute_every > 1 and not recomputes
         require(not alone, "--recompute-every", self.recompute_every, expected)
+        offloads = self.activation_checkpointing is Checkpointing.OFFLOAD
+        expected = "--activation-checkpointing offload too"
+        place = self.offload_activations
+        require(place is None or offloads, "--offload-activations", place, expected)
         for name, place in self._places.items():
             try:
                 folder_of_place(place)
@@ -247,7 +268,11 @@ class StrategyConfig(Config):
 
     @property
     def _places(self) -> dict[str, str]:
-        places = {"--offload": self.offload, "--offload-parameters": self.offload_parameters}
+        places = {
+            "--offload": self.offload,
+            "--offload-parameters": self.offload_parameters,
+            "--offload-activations": self.offload_activations,
+        }
         return {name: place for name, place in places.items() if place is not None}
 
 

@@ -12,18 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import (
-    CPUOffloadPolicy,
-    DiskOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-)
+from shardwise import FSDPModule, OffloadPolicy, fully_shard
 from shardwise.app.recipes.core.recipe import TrainContext
-from shardwise.base.places import folder_of_place
 from shardwise.frontends.blocks import batch_norms
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.program import Program
+from shardwise.insight.program import Program, policy_of
 from shardwise.insight.schema.training import OptimizerConfig, ScheduleName, TrainConfig
 from shardwise.optim.reductions import Reductions
 from shardwise.sharding.state import states_of
@@ -64,8 +57,7 @@ def shard(program: Program, place: TrainContext) -> FSDPModule:
     program.prepare()
     offload: OffloadPolicy = OffloadPolicy()
     if (kept := program.config.offload_parameters) is not None:
-        folder = folder_of_place(kept)
-        offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
+        offload = policy_of(kept)
     program.shard(place.mesh, offload)
     assert isinstance(program.model, FSDPModule)
     return program.model

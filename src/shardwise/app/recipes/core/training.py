@@ -38,7 +38,7 @@ from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
-from shardwise.insight.schema.option import OptionError, naming
+from shardwise.insight.schema.option import OptionError, naming, require
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.runs.metrics_file import read_metrics
@@ -102,9 +102,13 @@ def train(
         among = world if replica is None else replica.among_all(world)
         device = _choose_device(inputs.train.device, among)
         sharding = inputs.train.sharding
-        if device.type == "cpu" and sharding.offload is sharding.offload_parameters is None:
+        activations = sharding.place_of_activations
+        on_cpu = device.type == devices.CPU.type
+        expected = "disk:FOLDER, a folder of a local disk: on CPUs, inputs are on the host already"
+        require(not (on_cpu and activations == "host"), "--offload-activations", "host", expected)
+        if on_cpu and sharding.offload is sharding.offload_parameters is activations:
             devices.keep_freed_memory()
-        elif device.type == "cpu":
+        elif on_cpu:
             devices.return_freed_memory()  # who offloads is short of it
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
