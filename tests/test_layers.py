@@ -83,6 +83,7 @@ INNER_LAYERS = {
         ["strategies"],
         ["blocks", "settings", "torch_groups"],
         ["optim_groups", "state_dict"],
+        ["cross_entropy"],
         ["optim_state"],
         ["optim_saving"],
         ["unit"],
