@@ -93,6 +93,7 @@ INNER_LAYERS = {
     ],
     "insight": [
         ["schema", "blueprint", "audit"],
+        ["token_loss"],
         ["optimizers"],
         ["program"],
         ["inspect"],
