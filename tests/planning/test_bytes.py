@@ -16,6 +16,7 @@ import shardwise
 from shardwise import PlannedStep, StrategyConfig
 from shardwise.base import libc
 from shardwise.base.observe import Memory
+from shardwise.frontends import cross_entropy
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
 from shardwise.insight.schema.training import DilocoConfig
@@ -26,6 +27,7 @@ from tests.planning.counted import (
     RoutedTraining,
     Sent,
     Training,
+    WithoutLogits,
     counted,
     planned,
 )
@@ -57,6 +59,7 @@ def check_sent(training: Training) -> Sent:
 MODELS = (
     *("net", "frozen", "scalars", "tied", "recurrent", "checkpointed-each"),
     *("checkpointed-whole-reentrant", "nested", "positions", "inputs-written", "llama-tied"),
+    *("linear-loss", "linear-loss-tied", "linear-loss-frozen", "linear-loss-recomputed"),
 )
 
 
@@ -64,7 +67,10 @@ MODELS = (
     ("name", "strategy"),
     list(zip(MODELS, itertools.cycle([Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]))),
 )
-def test_what_plan_says_of_a_model_is_exact(name: str, strategy: Strategy) -> None:
+def test_what_plan_says_of_a_model_is_exact(
+    name: str, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_FEWEST", 5)  # so that there are several chunks
     training = CorpusTraining(
         seed=0,
         mesh="dp=2",
@@ -160,6 +166,24 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
         ),
         ranks=[0],  # all are alike: each mesh divides each size
     )
+
+
+def test_a_plan_of_a_language_model_without_whole_logits_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_FEWEST", 10)
+    for mesh, strategy, transport, param_dtype in ALWAYS[1:3]:
+        training = WithoutLogits(
+            seed=0,
+            mesh=mesh,
+            strategy=strategy,
+            transport=transport,
+            param_dtype=param_dtype,
+            reduce_dtype="fp32",
+            optimizer="adamw",
+            accumulate=1,
+        )
+        check(training, ranks=[0])
 
 
 @pytest.mark.parametrize(("reduce_dtype", "transport"), [(None, "collectives"), ("fp32", "c10d")])

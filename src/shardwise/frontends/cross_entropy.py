@@ -33,8 +33,8 @@ from shardwise.frontends.state_dict import WrapperModule
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
-#: A chunk has as many tokens as the hidden size, within these: its logits take no more memory than
-#: the gradient of the weight. Fewer tokens make products slow, more hardly make them faster.
+#: A chunk has half as many tokens as the hidden size, within these: its logits take half as much
+#: memory as the gradient of the weight. Fewer make products slow, more hardly make them faster.
 _FEWEST, _MOST = 256, 1024
 
 #: What gradients of logits in fp16 are multiplied by, so that small ones do not vanish. Products
@@ -70,7 +70,8 @@ def linear_cross_entropy(
 
     The head may be sharded by ``fully_shard``, ours or torch's, or be wrapped in
     ``FullyShardedDataParallel``; be tied to the embedding; frozen; or cut over the vocabulary by
-    torch's ``ColwiseParallel``. Its hooks run, and forward hooks get the loss in place of logits.
+    torch's ``ColwiseParallel``. Its hooks run, and forward hooks get the loss in place of logits; an
+    ``output_dtype`` of its group is the loss's.
     Backward may run again (``retain_graph``), but not be differentiated. ``torch.compile`` runs all
     of it between graphs.
 
@@ -196,7 +197,7 @@ def scalar(loss: torch.Tensor) -> torch.Tensor:
             "head: found output_layouts=Replicate(), expected Shard(-1), as by ColwiseParallel; "
             "compute the loss from whole logits"
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 class _Wanted(NamedTuple):
@@ -247,7 +248,7 @@ class _ChunkedLoss(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=dtype) if needed[2] and bias is not None else None
         scale = _FP16_SCALE if hidden.dtype == torch.float16 else 1.0
         loss = hidden.new_zeros((), dtype=dtype)
-        size = min(max(hidden.shape[1], _FEWEST), _MOST)
+        size = min(max(hidden.shape[1] // 2, _FEWEST), _MOST)
         for begin in range(0, len(hidden), size):
             part, ignored = slice(begin, begin + size), wanted.ignore_index
             targets = wanted.targets[part]
@@ -275,6 +276,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     torch.addmm(of_weight, logits.T, hidden[part].to(dtype), out=of_weight)
             if of_bias is not None:
                 of_bias += logits.sum(0)
+            del logits, low  # before those of the next chunk are there
         count = (wanted.targets != wanted.ignore_index).sum()
         count = count if wanted.reduction == "mean" else torch.ones_like(count)
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
@@ -285,9 +287,15 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *found, divisor = ctx.saved_tensors
-        factor = grad / divisor.clamp(min=1)  # gradients are 0, and not NaN, if all are ignored
-        scaled = [
-            None if each is None else (each.to(factor.dtype) * factor).to(dtype)
-            for each, dtype in zip(found, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None
+        factor: torch.Tensor = grad / divisor.clamp(
+            min=1
+        )  # gradients are 0, and not NaN, if all are ignored
+
+        def scaled(each: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            if each.dtype == factor.dtype and not autograd.keeps_graph():
+                return each.mul_(factor)  # no other backward reads it
+            return (each.to(factor.dtype) * factor).to(dtype)
+
+        pairs = zip(found, ctx.dtypes, strict=True)
+        grads = [None if each is None else scaled(each, dtype) for each, dtype in pairs]
+        return *grads, None, None
