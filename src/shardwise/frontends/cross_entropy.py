@@ -70,10 +70,9 @@ def linear_cross_entropy(
 
     The head may be sharded by ``fully_shard``, ours or torch's, or be wrapped in
     ``FullyShardedDataParallel``; be tied to the embedding; frozen; or cut over the vocabulary by
-    torch's ``ColwiseParallel``. Its hooks run, and forward hooks get the loss in place of logits; an
-    ``output_dtype`` of its group is the loss's.
-    Backward may run again (``retain_graph``), but not be differentiated. ``torch.compile`` runs all
-    of it between graphs.
+    torch's ``ColwiseParallel``. Its hooks run, and forward hooks get the loss in place of logits,
+    which an ``output_dtype`` of the head's own group rounds. Backward may run again
+    (``retain_graph``), but not be differentiated. ``torch.compile`` runs all of it between graphs.
 
     Args:
         head: an ``nn.Linear``, with or without bias.
@@ -125,7 +124,8 @@ def _plain_linear(head: nn.Module | None) -> nn.Linear:
     """The linear layer that a head is, or that ``FullyShardedDataParallel`` has around it."""
     linear: object = head.module if isinstance(head, _WRAPPERS) else head
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        found = "none" if linear is None else type(linear).__name__
+        kind = type(linear)  # with its module: peft, too, has a class Linear
+        found = "none" if linear is None else f"{kind.__module__}.{kind.__qualname__}"
     elif "forward" in linear.__dict__:
         found = f"{type(linear).__name__} with a forward of its own"
     else:
