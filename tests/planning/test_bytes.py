@@ -11,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
 from shardwise import PlannedStep, StrategyConfig
@@ -19,7 +21,7 @@ from shardwise.base.observe import Memory
 from shardwise.frontends import cross_entropy
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
-from shardwise.insight.schema.training import DilocoConfig
+from shardwise.insight.schema.training import DilocoConfig, Logits
 from tests.planning.counted import (
     EXACT,
     CorpusTraining,
@@ -238,3 +240,25 @@ def test_a_plan_of_replicas_that_train_apart_is_exact(
             drawn, reshard_after_forward=None, diloco=DilocoConfig(error_feedback=errors), **apart
         )
     )
+
+
+def test_a_plan_of_a_model_of_transformers_may_have_its_logits_in_chunks() -> None:
+    """Its own loss and that in chunks are of the same targets; chunks take less memory."""
+    config = LlamaConfig(
+        vocab_size=9000,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+
+    def peak(logits: Logits) -> int:
+        step = PlannedStep(batch_size=4, seq_length=512, logits=logits)
+        return shardwise.plan(model, "dp=2", step=step).peak
+
+    whole, chunks = peak(Logits.WHOLE), peak(Logits.CHUNKS)
+    assert peak(Logits.AUTO) == whole, "they take less than 128 MiB"
+    assert chunks < whole // 4

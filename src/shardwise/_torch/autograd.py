@@ -34,12 +34,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def keeps_graph() -> bool:
-    """Whether the backward that this thread is in may run again (``retain_graph``)."""
-    found: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return found
-
-
 def copies_saved_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     _coalescing_manager,
@@ -118,12 +117,6 @@ def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
     """
     with _coalescing_manager(group, async_ops=True) as manager:
         yield manager
-
-
-def all_reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the result of an all-reduce, as tensor parallelism does it: a plan sees it."""
-    reduced: torch.Tensor = wait_tensor(all_reduce(tensor, operation, group))  # type: ignore[no-untyped-call]
-    return reduced
 
 
 @contextmanager

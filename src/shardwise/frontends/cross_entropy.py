@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise._torch import autograd, c10d, dtensor
+from shardwise._torch import autograd, dtensor, losses
 from shardwise.base.arguments import check_arguments
 from shardwise.frontends.state_dict import WrapperModule
 
@@ -218,7 +218,7 @@ class _Rows(NamedTuple):
 
     def reduced(self, values: torch.Tensor, operation: str) -> torch.Tensor:
         """Combine values of all ranks that have rows of the weight."""
-        return values if self.group is None else c10d.all_reduced(values, operation, self.group)
+        return values if self.group is None else losses.all_reduced(values, operation, self.group)
 
     def own(self, targets: torch.Tensor, count: int, ignored: int) -> torch.Tensor:
         """Return targets by this rank's rows; those of other ranks are ignored, wrong ones stay."""
@@ -292,7 +292,7 @@ class _ChunkedLoss(torch.autograd.Function):
         )  # gradients are 0, and not NaN, if all are ignored
 
         def scaled(each: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            if each.dtype == factor.dtype and not autograd.keeps_graph():
+            if each.dtype == factor.dtype and not losses.keeps_graph():
                 return each.mul_(factor)  # no other backward reads it
             return (each.to(factor.dtype) * factor).to(dtype)
 
