@@ -84,6 +84,7 @@ INNER_LAYERS = {
         ["strategies"],
         ["blocks", "settings", "torch_groups"],
         ["optim_groups", "state_dict"],
+        ["cross_entropy"],
         ["optim_state"],
         ["optim_saving"],
         ["unit"],
@@ -93,6 +94,7 @@ INNER_LAYERS = {
     ],
     "insight": [
         ["schema", "blueprint", "audit"],
+        ["token_loss"],
         ["optimizers"],
         ["program"],
         ["inspect"],

@@ -75,6 +75,7 @@ PUBLIC = {
         "init_mesh",
         "inspect",
         "launch",
+        "linear_cross_entropy",
         "log",
         "materialize",
         "offload_activations",
@@ -149,6 +150,7 @@ PUBLIC = {
     "shardwise.pretrained": [
         "LoadReport",
         "build",
+        "causal_lm_loss",
         "fill",
         "from_pretrained",
         "save_pretrained",

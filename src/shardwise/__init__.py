@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
     from shardwise.frontends.blocks import checkpoint_module, offload_activations
+    from shardwise.frontends.cross_entropy import linear_cross_entropy
     from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.fsdp2 import fully_shard
@@ -133,6 +134,7 @@ __all__ = [
     "init_mesh",
     "inspect",
     "launch",
+    "linear_cross_entropy",
     "log",
     "materialize",
     "offload_activations",

@@ -339,7 +339,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--checkpoint-every 5 --keep-last 9 --async-checkpoint --eval-every 4 --keep-best "
         "--log wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0 "
-        "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
+        "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12 "
+        "--logits chunks"
     )
     assert call("train", "lm", *arguments.split()) == 0
     from shardwise.insight.schema.option import as_json, flatten
@@ -364,6 +365,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "existing": "overwrite", "log_every": 1,
         "diloco": None, "tokenizer": "gpt2", "streams": 12, "shuffle_buffer": 9,
         "batch_tokens": 256, "peak_flops": 1e12, "peer_timeout": None, "over_hosts": False,
+        "logits": "chunks",
         "pretrained": None, "chat": [], "packing": "packed", "eval_data": [],
         "lora": None, "base": None, "frozen": None, "merge": False, "page": False, "timeline": None,
     }  # fmt: skip

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import linear_cross_entropy
+
 #: The width of the models that are made of :class:`Block`.
 WIDTH = 6
 
@@ -298,6 +300,38 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.other(self.middle(self.first(x)).relu()))
+
+
+class LinearLoss(nn.Module):
+    """A model that returns its loss, which it computes without its logits.
+
+    Args:
+        tied: whether the head has the weight of the embedding.
+        frozen: whether the head is.
+        recomputed: whether activation checkpointing computes block and loss again.
+    """
+
+    def __init__(
+        self, *, tied: bool = False, frozen: bool = False, recomputed: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 61, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.head.requires_grad_(not frozen)
+        self.recomputed = recomputed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        if self.recomputed:
+            return _again(False, lambda x: self.loss(x, tokens), x)
+        return self.loss(x, tokens)
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        targets = tokens[:, 1:].masked_fill(tokens[:, :-1] < 5, -100)
+        return linear_cross_entropy(self.head, self.block(x), targets)
 
 
 class Odd(nn.Module):
@@ -637,6 +671,10 @@ def _cross_entropy(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(model(x), target)
 
 
+def _own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens)
+
+
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
@@ -686,6 +724,17 @@ MODELS = {
     ),
     "shared": Model(Shared, _vectors, _squared_error, lambda model: [model.pair]),
     "tied": Model(Tied, _rows, _square, _children),
+    **{
+        f"linear-loss{name}": Model(partial(LinearLoss, **how), _tokens, _own_loss, blocks)
+        for name, blocks, how in (
+            ("", lambda model: [model.block], {}),
+            ("-tied", lambda model: [model.block], {"tied": True}),
+            ("-head-apart", lambda model: [model.embed, model.block, model.head], {}),
+            ("-tied-apart", lambda model: [model.embed, model.block, model.head], {"tied": True}),
+            ("-frozen", lambda model: [model.block, model.head], {"frozen": True}),
+            ("-recomputed", lambda model: [model.block, model.head], {"recomputed": True}),
+        )
+    },
     "odd": Model(Odd, _rows, _square, lambda model: [model.embed, model.out, *model.blocks]),
     "recurrent": Model(Recurrent, _vectors, _squared_error, _children),
     **{

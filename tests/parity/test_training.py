@@ -64,7 +64,7 @@ def _tolerance(case: Case, world_size: int) -> dict[str, Any]:
     if case.max_norm is not None:
         # The norm is a sum over shards: its rounding, and the clipped step's, depends on the cut.
         return TOLERANCES[torch.float32]
-    if case.model in ("tied", "odd"):
+    if case.model in ("tied", "odd", "linear-loss-tied-apart"):
         # The averages of several groups' gradients are added, not what is in them.
         return TOLERANCES[torch.float32]
     if case.dtype == torch.bfloat16:

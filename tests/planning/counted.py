@@ -37,6 +37,7 @@ from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.training import DilocoConfig
 from shardwise.optim.norms import clip_grad_norm_
+from shardwise.pretrained.causal_lm import causal_lm_loss
 from shardwise.pretrained.precision import keeping_float32
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
@@ -236,6 +237,18 @@ class LanguageTraining(Training):
         )
         with torch.device(device):
             return of_module(LlamaForCausalLM(config))
+
+
+class WithoutLogits(LanguageTraining):
+    """The same, with logits in chunks."""
+
+    @property
+    def settings(self) -> Settings:
+        """The same, for a plan."""
+        return replace(
+            super().settings,
+            step=lambda model, tokens: causal_lm_loss(model, tokens.roll(-1, 1), input_ids=tokens),
+        )
 
 
 class _Routed(nn.Module):

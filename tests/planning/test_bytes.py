@@ -11,14 +11,17 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
 from shardwise import PlannedStep, StrategyConfig
 from shardwise.base import libc
 from shardwise.base.observe import Memory
+from shardwise.frontends import cross_entropy
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
-from shardwise.insight.schema.training import DilocoConfig
+from shardwise.insight.schema.training import DilocoConfig, Logits
 from tests.planning.counted import (
     EXACT,
     CorpusTraining,
@@ -26,6 +29,7 @@ from tests.planning.counted import (
     RoutedTraining,
     Sent,
     Training,
+    WithoutLogits,
     counted,
     planned,
 )
@@ -57,6 +61,7 @@ def check_sent(training: Training) -> Sent:
 MODELS = (
     *("net", "frozen", "scalars", "tied", "recurrent", "checkpointed-each"),
     *("checkpointed-whole-reentrant", "nested", "positions", "inputs-written", "llama-tied"),
+    *("linear-loss", "linear-loss-tied", "linear-loss-frozen", "linear-loss-recomputed"),
 )
 
 
@@ -64,7 +69,10 @@ MODELS = (
     ("name", "strategy"),
     list(zip(MODELS, itertools.cycle([Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP]))),
 )
-def test_what_plan_says_of_a_model_is_exact(name: str, strategy: Strategy) -> None:
+def test_what_plan_says_of_a_model_is_exact(
+    name: str, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_FEWEST", 5)  # so that there are several chunks
     training = CorpusTraining(
         seed=0,
         mesh="dp=2",
@@ -162,6 +170,24 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
     )
 
 
+def test_a_plan_of_a_language_model_without_whole_logits_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_FEWEST", 10)
+    for mesh, strategy, transport, param_dtype in ALWAYS[1:3]:
+        training = WithoutLogits(
+            seed=0,
+            mesh=mesh,
+            strategy=strategy,
+            transport=transport,
+            param_dtype=param_dtype,
+            reduce_dtype="fp32",
+            optimizer="adamw",
+            accumulate=1,
+        )
+        check(training, ranks=[0])
+
+
 @pytest.mark.parametrize(("reduce_dtype", "transport"), [(None, "collectives"), ("fp32", "c10d")])
 def test_a_plan_knows_what_computes_in_float32(reduce_dtype: str | None, transport: str) -> None:
     training = RoutedTraining(
@@ -214,3 +240,25 @@ def test_a_plan_of_replicas_that_train_apart_is_exact(
             drawn, reshard_after_forward=None, diloco=DilocoConfig(error_feedback=errors), **apart
         )
     )
+
+
+def test_a_plan_of_a_model_of_transformers_may_have_its_logits_in_chunks() -> None:
+    """Its own loss and that in chunks are of the same targets; chunks take less memory."""
+    config = LlamaConfig(
+        vocab_size=9000,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+
+    def peak(logits: Logits) -> int:
+        step = PlannedStep(batch_size=4, seq_length=512, logits=logits)
+        return shardwise.plan(model, "dp=2", step=step).peak
+
+    whole, chunks = peak(Logits.WHOLE), peak(Logits.CHUNKS)
+    assert peak(Logits.AUTO) == whole, "they take less than 128 MiB"
+    assert chunks < whole // 4

@@ -13,7 +13,13 @@ from shardwise.app.recipes.text import config as text
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision import config as vision
 from shardwise.insight.schema.sharding import ShardingConfig
-from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
+from shardwise.insight.schema.training import (
+    Logits,
+    OptimizerConfig,
+    OutputConfig,
+    SgdConfig,
+    TrainConfig,
+)
 from shardwise.runs.metrics_file import read_metrics
 
 #: Each kind of training with all its defaults, by its name.
@@ -73,6 +79,7 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
         data=(str(folder / "words.txt"),),
         seq_length=given.pop("seq_length", 16),
         sample_tokens=given.pop("sample_tokens", 0),
+        logits=given.pop("logits", Logits.AUTO),
         train=train_config(folder / name, given, OptimizerConfig(lr=1e-2, warmup=2)),
     )
     assert not given, f"unknown settings: {sorted(given)}"

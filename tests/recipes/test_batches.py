@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 def place_of(rank: int, size: int) -> Any:
     """Where a rank trains, as far as its data ask."""
     world = World(rank, size, 0, 1)
-    return SimpleNamespace(world=world, readers=world, device=CPU)
+    display = SimpleNamespace(say=print)
+    return SimpleNamespace(world=world, readers=world, device=CPU, display=display)
 
 
 ALONE = place_of(0, 1)

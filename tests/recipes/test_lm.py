@@ -40,7 +40,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
-from shardwise.insight.schema.training import Existing, ScheduleName
+from shardwise.insight.schema.training import Existing, Logits, ScheduleName
 from shardwise.runs.metrics_file import read_metrics
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import as_after, train, train_here, train_one, warning_in
@@ -81,6 +81,19 @@ def test_steps_in_backward_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
     assert [loss for _, loss, _ in inside] == [loss for _, loss, _ in after]
     for found, expected in zip(inside, after, strict=True):
         assert found == pytest.approx(expected, rel=1e-6)  # the norm adds up group by group
+
+
+def test_logits_in_chunks_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, attention_dropout=0.0, tie_word_embeddings=True))
+
+    def config(logits: Logits) -> LmConfig:
+        return small_config(tmp_path, logits.value, model=model, accumulate=2, logits=logits)
+
+    whole, chunks = map(config, (Logits.WHOLE, Logits.CHUNKS))
+    ranks(train, 2, whole, chunks)
+    for found, expected in zip(losses(chunks), losses(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert validation(chunks) == [(4, pytest.approx(validation(whole)[0][1], rel=1e-5))]
 
 
 def test_the_world_and_the_mesh_do_not_change_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ SENT_OTHERWISE = {
 #: Options that choose the model and its batches, which a plan takes from the recipe.
 MODELS_AND_BATCHES = {
     *("model", "pretrained", "tokenizer", "seq_length", "image_size", "patch_size", "layers"),
-    *("nested", "lora", "base", "packing", "batch_size", "fake_data"),
+    *("nested", "lora", "base", "packing", "batch_size", "fake_data", "logits"),
 }
 #: Options on which no step depends.
 BESIDE = {

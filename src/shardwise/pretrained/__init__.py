@@ -12,9 +12,10 @@ from shardwise.base.lazy import lazy_names
 if TYPE_CHECKING:
     from shardwise.pretrained.api import from_pretrained, save_pretrained
     from shardwise.pretrained.building import build
+    from shardwise.pretrained.causal_lm import causal_lm_loss
     from shardwise.pretrained.filling import LoadReport, fill
 
-__all__ = ["LoadReport", "build", "fill", "from_pretrained", "save_pretrained"]
+__all__ = ["LoadReport", "build", "causal_lm_loss", "fill", "from_pretrained", "save_pretrained"]
 
 
 if not TYPE_CHECKING:  # else every misspelled name would have a type

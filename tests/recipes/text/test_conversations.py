@@ -26,6 +26,8 @@ from shardwise.app.recipes.text.data import Tokenizer
 from shardwise.base.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import Logits
+from shardwise.insight.token_loss import TokenLoss
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines
 from tests.worlds import Ranks
 
@@ -269,4 +271,6 @@ def test_the_loss_is_the_sum_over_targets(tmp_path: Path, group: None) -> None:
     chosen = batch.targets != IGNORED
     odds = logits.log_softmax(-1)[chosen].gather(1, batch.targets[chosen][:, None])
     assert int(chosen.sum()) == batch.target_count
-    torch.testing.assert_close(target_loss(model, batch), -odds.sum(), rtol=1e-5, atol=1e-4)
+    for how in (Logits.WHOLE, Logits.CHUNKS):
+        found = target_loss(model, batch, TokenLoss(how))
+        torch.testing.assert_close(found, -odds.sum(), rtol=1e-5, atol=1e-4)

@@ -39,6 +39,7 @@ from shardwise.base.units import binary_size, listed, printable
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig
+from shardwise.insight.token_loss import TokenLoss
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.text.adapters import Adapters
@@ -215,7 +216,8 @@ def example(config: LmConfig) -> Example:
         asked = config.frozen or allowed(needed, free)
         return _gathers(asked if reshard_after_forward else Frozen.KEEP)
 
-    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, gathers=gathers)
+    loss = functools.partial(next_token_loss, loss=TokenLoss(config.logits))
+    return Example(batch=batch, loss=loss, seq_length=config.seq_length, gathers=gathers)
 
 
 def _gathers(frozen: Frozen) -> Gathers:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -45,6 +46,8 @@ from shardwise.insight.planning.settings import (
 from shardwise.insight.planning.wires import TorchCollectives, simulated
 from shardwise.insight.program import Program, TrainingStep
 from shardwise.insight.schema.sharding import Stepping
+from shardwise.insight.schema.training import Logits
+from shardwise.insight.token_loss import TokenLoss
 from shardwise.optim.lion import Lion
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
@@ -339,6 +342,10 @@ def compute_loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tens
     """
     if callable(settings.step):
         return _checked(settings.step(model, batch))
+    if settings.logits is not Logits.WHOLE and _is_of_tokens(model, batch):
+        inputs = dict(batch)
+        targets = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+        return TokenLoss(settings.logits)(model, targets, **inputs)
     if isinstance(batch, dict):
         out = model(**batch)
     elif isinstance(batch, list | tuple):
@@ -350,6 +357,11 @@ def compute_loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tens
         made = every_tensor_in(getattr(out, "logits", out))
         loss = next((each.float().mean() for each in made if each.requires_grad), None)
     return _checked(loss)
+
+
+def _is_of_tokens(model: nn.Module, batch: Any) -> bool:
+    """Whether a batch has targets for the logits of a language model."""
+    return isinstance(batch, dict) and "labels" in batch and len(_ends(model)) > 1
 
 
 def _checked(loss: object) -> torch.Tensor:

@@ -45,6 +45,7 @@ from shardwise.insight.schema.sharding import (
 )
 from shardwise.insight.schema.training import (
     DilocoConfig,
+    Logits,
     OptimizerConfig,
     OptimizerName,
     SgdConfig,
@@ -127,6 +128,9 @@ class PlannedStep(StepConfig):
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
             model, else the mean of what the model returns.
+        logits: of a language model of transformers without ``step``: ``"whole"`` as its own loss
+            has them, ``"chunks"`` as :func:`shardwise.pretrained.causal_lm_loss`, or ``"auto"`` as
+            ``shardwise train lm``.
         runtime: whose ``fully_shard`` is rehearsed.
 
     The three functions may be named: ``"package.module:function"``.
@@ -163,7 +167,12 @@ class PlannedStep(StepConfig):
         metavar="NAME",
         shown="the model's own loss, else the mean of what it returns",
     )
-
+    logits: Logits = setting(
+        Logits.WHOLE,
+        "How the own loss of a language model of transformers is computed: {choices}.",
+        TRAINING,
+        metavar="NAME",
+    )
     runtime: Runtime = setting(
         Runtime.SHARDWISE,
         "Whose fully_shard is rehearsed: {choices}.",

@@ -49,6 +49,14 @@ class LogName(enum.Enum):
     WANDB = "wandb"
 
 
+class Logits(enum.Enum):
+    """How a language model computes the loss of its logits."""
+
+    AUTO = "auto"  # in chunks where whole ones take much memory, and the model lets it
+    WHOLE = "whole"
+    CHUNKS = "chunks"
+
+
 class Existing(enum.Enum):
     """What to do about a run that is in the folder already."""
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,6 +18,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.insight.planning import models
 from shardwise.insight.planning.machine import device_reported_as
 from shardwise.insight.schema.option import naming
+from shardwise.insight.schema.training import Logits
+from shardwise.insight.token_loss import TokenLoss
 
 # Those of the planner; what cannot be built is a mistake in --model here, an OptionError.
 build = naming("--model")(models.build)
@@ -39,15 +40,20 @@ def initialize(model: PreTrainedModel, seed: int) -> None:
     materialize(model)
 
 
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+WHOLE = TokenLoss(Logits.WHOLE)
+
+
+def next_token_loss(
+    model: nn.Module, tokens: torch.Tensor, loss: TokenLoss = WHOLE
+) -> torch.Tensor:
     """Return the mean cross-entropy of every next token, a float32 scalar, in nats.
 
     Args:
         model: maps (batch, length) int64 to ``.logits`` of shape (batch, length, vocabulary).
         tokens: (batch, length + 1) int64.
+        loss: of tokens.
     """
-    logits = model(input_ids=tokens[:, :-1]).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return loss(model, tokens[:, 1:], input_ids=tokens[:, :-1])
 
 
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> float:

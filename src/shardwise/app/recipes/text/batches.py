@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -27,6 +28,7 @@ from shardwise.app.recipes.text.data import (
 )
 from shardwise.base.units import counted
 from shardwise.insight.schema.option import OptionError
+from shardwise.insight.token_loss import TokenLoss
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from shardwise.app.recipes.text.streams import StreamBatches
 
 VALIDATION_SEQUENCES = 64
+
+#: The loss of a model on a batch.
+Loss: TypeAlias = Callable[[nn.Module, Any], torch.Tensor]
 
 
 @dataclass
@@ -72,6 +77,7 @@ def loss_on_tokens(
     size: int,
     config: LmConfig,
     place: TrainContext,
+    loss: Loss = next_token_loss,
 ) -> ValidationLoss:
     """Return the loss on sequences spread evenly over tokens, which are read now.
 
@@ -81,6 +87,7 @@ def loss_on_tokens(
         size: how many there are.
         config: length and batch size.
         place: where this rank computes.
+        loss: of the model on a batch: the mean over its tokens.
     """
     world = place.world
     total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
@@ -89,10 +96,10 @@ def loss_on_tokens(
     mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
     batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
 
-    def loss(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
-        return next_token_loss(model, tokens).item() * len(tokens), len(tokens)
+    def sums(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
+        return loss(model, tokens).item() * len(tokens), len(tokens)
 
-    return ValidationLoss(model, loss, lambda: batches, place.device)
+    return ValidationLoss(model, sums, lambda: batches, place.device)
 
 
 #: Evaluates a model: names and values, such as ``validation_loss``.
@@ -119,7 +126,7 @@ class LmData:
     evaluation: Callable[[nn.Module], Evaluate]
     summary: object
     notes: str = ""
-    loss: Callable[[nn.Module, Any], torch.Tensor] = next_token_loss
+    loss: Loss
     targets: Callable[[Any], int] | None = None
     per_epoch: int | None = None
     position: Resumable | None = None
@@ -145,28 +152,31 @@ def open_data(
         UserError: it cannot be opened, or there is too little.
     """
     # What is not trained on is not imported either.
+    of_tokens = TokenLoss(config.logits, place.display.say)
+    loss = functools.partial(next_token_loss, loss=of_tokens)
     if isinstance(text, TextData):
-        return _open_files(text, config, place)
+        return _open_files(text, config, place, loss)
     if config.chat:
         assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
-        return _open_chats(cast("ChatData", text), vocabulary, config, place)
-    return _open_documents(cast("Documents", text), vocabulary, config, place)
+        return _open_chats(cast("ChatData", text), vocabulary, config, place, of_tokens)
+    return _open_documents(cast("Documents", text), vocabulary, config, place, loss)
 
 
-def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData:
+def _open_files(text: TextData, config: LmConfig, place: TrainContext, loss: Loss) -> LmData:
     held = text.validation
     batches = Sequences(text.train, config.seq_length, config.train.seed)
     return LmData(
         batches=batches,
         per_epoch=None if config.train.epochs is None else batches.per_epoch,
-        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, place),
+        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, place, loss),
+        loss=loss,
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
         f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
     )
 
 
 def _open_documents(
-    text: Documents, vocabulary: Vocabulary, config: LmConfig, place: TrainContext
+    text: Documents, vocabulary: Vocabulary, config: LmConfig, place: TrainContext, loss: Loss
 ) -> LmData:
     from shardwise.app.recipes.text.documents import StreamSource
     from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
@@ -189,8 +199,9 @@ def _open_documents(
     return LmData(
         batches=batches,
         evaluation=lambda model: loss_on_tokens(
-            model, lambda at, count: held[at : at + count], len(held), config, place
+            model, lambda at, count: held[at : at + count], len(held), config, place, loss
         ),
+        loss=loss,
         summary=_OfStreams(text.summary, streams, rest),
         position=batches,
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
@@ -210,7 +221,11 @@ class _OfStreams:
 
 
 def _open_chats(
-    text: ChatData, vocabulary: Tokenizer, config: LmConfig, place: TrainContext
+    text: ChatData,
+    vocabulary: Tokenizer,
+    config: LmConfig,
+    place: TrainContext,
+    of_tokens: TokenLoss,
 ) -> LmData:
     from shardwise.app.recipes.text import conversations as chats
     from shardwise.app.recipes.text.chat import ChatEncoder
@@ -222,8 +237,10 @@ def _open_chats(
         found = chats.survey(lines, encoder, length, world)
         return chats.ChatRows(lines, encoder, found, length, config.packing), found.notes(length)
 
+    loss = functools.partial(chats.target_loss, loss=of_tokens)
+
     def held_loss(model: nn.Module, batch: chats.TargetBatch) -> tuple[float, float]:
-        return chats.target_loss(model, batch).item(), batch.target_count
+        return loss(model, batch).item(), batch.target_count
 
     train, notes = rows_of(text.train)
     held, held_notes = rows_of(text.validation)
@@ -239,7 +256,7 @@ def _open_chats(
         summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
         f"{vocabulary.used:,} tokens",
         notes="; ".join(f"{part}{note}" for part, note in given.items() if note),
-        loss=chats.target_loss,
+        loss=loss,
         targets=lambda batch: int(batch.target_count),
         per_epoch=len(train),
         close=batches.close if isinstance(batches, ReadAhead) else nothing,

@@ -38,7 +38,12 @@ from shardwise.insight.schema.option import (
     require,
     setting,
 )
-from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
+from shardwise.insight.schema.training import (
+    Logits,
+    OptimizerConfig,
+    OutputConfig,
+    TrainConfig,
+)
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.text.chat import ChatData
@@ -199,6 +204,13 @@ class LmConfig(RecipeConfig):
         "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
         "the most sequences of a microbatch.",
         TRAINING,
+    )
+    logits: Logits = setting(
+        Logits.AUTO,
+        "How the loss is computed of logits: {choices}; auto: in chunks of tokens where whole ones "
+        "take much memory.",
+        TRAINING,
+        metavar="NAME",
     )
     peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = setting(
         None, "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from shardwise.app.recipes.core.model import WHOLE
 from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
@@ -32,6 +32,7 @@ from shardwise.base.errors import UserError
 from shardwise.base.progress import LongWork, progress
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
+from shardwise.insight.token_loss import TokenLoss
 from shardwise.transport.peers import Peers
 
 #: Padded rows are as long as the longest of a batch, rounded up to a multiple of this.
@@ -63,16 +64,10 @@ class TargetBatch:
         return int((self.targets != IGNORED).sum())
 
 
-def target_loss(model: nn.Module, batch: TargetBatch) -> torch.Tensor:
+def target_loss(model: nn.Module, batch: TargetBatch, loss: TokenLoss = WHOLE) -> torch.Tensor:
     """Return the sum of the cross-entropies of all targets, a float32 scalar, in nats."""
     given = {} if batch.positions is None else {"position_ids": batch.positions}
-    logits = model(input_ids=batch.tokens, **given).logits
-    return F.cross_entropy(
-        logits.float().flatten(0, 1),
-        batch.targets.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    return loss(model, batch.targets, "sum", input_ids=batch.tokens, **given)
 
 
 @dataclass
