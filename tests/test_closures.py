@@ -20,7 +20,7 @@ DOORS = {
     "timeline.record": ("shardwise.timeline.record", 7101, 31),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        35646,
+        35655,
         152,
     ),
 }
