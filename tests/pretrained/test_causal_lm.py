@@ -141,5 +141,7 @@ def test_a_training_divides_logits_where_they_take_memory_and_says_where_it_cann
             torch.testing.assert_close(loss(gemma, **inputs), wanted)
         loss(llama, **inputs)
     assert shapes == [3, 3, 0, 3], "one model cannot, so none is tried again"
+    TokenLoss(Logits.AUTO, tokens=DIVIDED_FROM)(llama, **inputs)
+    assert shapes.pop() == 0, "ranks whose batches are small divide, too"
     [line] = said
     assert line.startswith("logits     whole, since chunks do not fit: Gemma2ForCausalLM: found")

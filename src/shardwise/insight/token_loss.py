@@ -24,11 +24,19 @@ class TokenLoss:
         logits: how they are computed. Where ``AUTO`` meets a model that needs its logits whole, it
             runs forward again, once, and divides none from then on.
         say: tells the user why.
+        tokens: of a microbatch at most, by which all ranks decide alike: they run forward together.
+            ``None``: those of each batch, for one process.
     """
 
-    def __init__(self, logits: Logits, say: Callable[[str], object] = lambda _: None) -> None:
+    def __init__(
+        self,
+        logits: Logits,
+        say: Callable[[str], object] = lambda _: None,
+        tokens: int | None = None,
+    ) -> None:
         self._logits = logits
         self._say = say
+        self._tokens = tokens
 
     def __call__(
         self, model: Any, targets: torch.Tensor, reduction: Any = "mean", **inputs: Any
@@ -63,4 +71,4 @@ class TokenLoss:
             return self._logits is Logits.CHUNKS
         head: nn.Module | None = model.get_output_embeddings()
         rows: int = getattr(head, "out_features", 0)
-        return 4 * targets.numel() * rows >= DIVIDED_FROM
+        return 4 * (self._tokens or targets.numel()) * rows >= DIVIDED_FROM

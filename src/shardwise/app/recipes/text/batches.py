@@ -152,7 +152,8 @@ def open_data(
         UserError: it cannot be opened, or there is too little.
     """
     # What is not trained on is not imported either.
-    of_tokens = TokenLoss(config.logits, place.display.say)
+    tokens = config.train.batch_size * config.seq_length
+    of_tokens = TokenLoss(config.logits, place.display.say, tokens)
     loss = functools.partial(next_token_loss, loss=of_tokens)
     if isinstance(text, TextData):
         return _open_files(text, config, place, loss)
