@@ -49,6 +49,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
 )
 from shardwise.insight.schema.sharding import StrategyConfig, TransportName
+from shardwise.insight.schema.training import Logits
 
 _log = logging.getLogger(__name__)
 
@@ -253,6 +254,8 @@ def make_fit(
 ) -> ModelPlan:
     """Plan for the fastest strategy, batch size, checkpointing and mesh that fit.
 
+    Logits are computed in chunks where whole ones take much memory, as a training does by itself.
+
     Args:
         blueprint: the model, and how it is sharded.
         settings: everything else, and the number of ranks.
@@ -267,6 +270,8 @@ def make_fit(
         expected = "shardwise: no plan knows the time of a step of torch's, to say what is fastest"
         raise SettingsError("runtime", settings.runtime.value, expected)
     settings = on_machine(with_sequence(blueprint, settings), machine)
+    if settings.logits is Logits.WHOLE:
+        settings = replace(settings, logits=Logits.AUTO)
     plans: dict[Settings, ModelPlan] = {}
 
     def measure(model: Blueprint, settings: Settings) -> Measured:

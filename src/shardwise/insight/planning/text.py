@@ -86,6 +86,8 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step", _batch(settings)
     yield "precision", ", ".join(_precision(settings))
     yield "optimizer", _optimizer(settings)
+    if plan.alternatives:
+        yield "options", " ".join(_options(settings))
     if (diloco := settings.diloco) is not None:
         sent = f"{binary_size(plan.exchanged)} sent by a rank as {diloco.wire.value}"
         yield "exchange", f"every {counted(diloco.local_steps, 'step')}, {sent}"
@@ -103,6 +105,16 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "offloaded", f"{binary_size(kept)} of a rank: {each}"
     if plan.step is not None:
         yield "speed", speed(plan)
+
+
+def _options(settings: Settings) -> Iterator[str]:
+    """What was looked for, as a command takes it: of a plan, and of a training."""
+    yield f"--mesh {settings.mesh} --strategy {settings.strategy.value}"
+    yield f"--batch-size {settings.batch_size}"
+    yield f"--activation-checkpointing {settings.activation_checkpointing.value}"
+    if settings.offload_activations is not None:
+        yield f"--offload-activations {settings.offload_activations}"
+    yield f"--logits {settings.logits.value}"
 
 
 def _batch(settings: Settings) -> str:
