@@ -59,7 +59,7 @@ class CheckpointWorker:
     def save(self, folder: Path) -> tuple[float, int]:
         """Save; return the seconds, and the bytes of memory that it took beside the shards."""
         ways = {"ours": self._save_ours, "dcp": self._save_dcp, "floor": self._save_plainly}
-        return _measured(lambda: ways[self._name](folder))
+        return measured(lambda: ways[self._name](folder))
 
     def load(self, folder: Path, cold: bool) -> tuple[float, int]:
         """Load what was saved; return the same."""
@@ -68,7 +68,7 @@ class CheckpointWorker:
                 if path.is_file():
                     _forget(path)
         ways = {"ours": self._load_ours, "dcp": self._load_dcp, "floor": self._load_plainly}
-        return _measured(lambda: ways[self._name](folder))
+        return measured(lambda: ways[self._name](folder))
 
     def digest(self) -> float:
         """Return the sum of everything that is saved, and spoil it, so that a load must mend it."""
@@ -126,7 +126,8 @@ def _all(move: Callable[[memoryview], int | None], tensor: torch.Tensor) -> None
         data = data[move(data) or 0 :]
 
 
-def _measured(action: Callable[[], None]) -> tuple[float, int]:
+def measured(action: Callable[[], None]) -> tuple[float, int]:
+    """Return the seconds of an action, and the bytes of memory that it took at most."""
     reset_peak_rss()
     before = rss()
     dist.barrier()

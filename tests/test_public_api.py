@@ -100,6 +100,7 @@ PUBLIC = {
         "CheckpointError",
         "Handle",
         "PerRank",
+        "StoreError",
         "async_save",
         "consolidate_sharded_model_checkpoints",
         "get_shard_metadata",

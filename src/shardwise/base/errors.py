@@ -7,6 +7,7 @@
     ├── StepInterruptedError  an exception left only some groups stepped in backward
     ├── OffloadError        what is kept on a disk could not be read or written
     └── CheckpointError     a checkpoint is damaged, belongs to another model, or was not written
+        └── StoreError      an object store did not do what it was asked
 
 Wrong use of the library raises a plain ``ValueError``, ``TypeError`` or ``NotImplementedError``,
 as it does in torch; the classes above are for what goes wrong while a correct program runs. Where

@@ -7,6 +7,7 @@ from shardwise.base.lazy import lazy_names
 if TYPE_CHECKING:
     from shardwise.base.errors import CheckpointError
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
+    from shardwise.checkpoint.disk.place import StoreError
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load, load_weights
     from shardwise.checkpoint.ranks.moving import transfer
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "Handle",
     "PerRank",
+    "StoreError",
     "async_save",
     "consolidate_sharded_model_checkpoints",
     "get_shard_metadata",

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -50,10 +50,13 @@ from shardwise.checkpoint.disk.entries import (
     TensorInfo,
     Value,
     dtype_name,
-    shard_name,
 )
-from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
+from shardwise.checkpoint.disk.manifest import read_manifest, writer_versions
+from shardwise.checkpoint.disk.place import StrPath, place_of
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_commit import StoreCommit
 
 __all__ = ["Reader", "Writer"]
 
@@ -62,18 +65,18 @@ class Reader(StorageReader):
     """A reader of one checkpoint, for ``dcp.load(..., storage_reader=...)``.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its URL in an object store.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+    def __init__(self, path: StrPath) -> None:
+        self._path = place_of(path)
         self._manifest: Manifest | None = None
         self._entries: dict[str, TensorEntry] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin with another checkpoint, if a path is given."""
-        if checkpoint_id is not None and Path(checkpoint_id) != self._path:
-            self._path, self._manifest = Path(checkpoint_id), None
+        if checkpoint_id is not None and place_of(checkpoint_id) != self._path:
+            self._path, self._manifest = place_of(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The manifest, in the form that torch's planners understand.
@@ -119,12 +122,13 @@ class Reader(StorageReader):
         from shardwise.checkpoint.disk.pieces import PieceReader
 
         with PieceReader(self._path, self._read_manifest()) as reader:
+            reader.expect(
+                (self._find(item.storage_index)[0], self._box(item)) for item in plan.items
+            )
             for item in plan.items:
                 entry, piece = self._find(item.storage_index)
                 target = planner.resolve_tensor(item)
-                offsets = zip(item.storage_offsets, piece.box.offsets, strict=True)
-                box = Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
-                reader.read_into(entry, piece, box, target)
+                reader.read_into(entry, piece, self._box(item), target)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -139,6 +143,12 @@ class Reader(StorageReader):
         entry = self._entries[index.fqn]
         assert index.index is not None
         return entry, entry.pieces[index.index]
+
+    def _box(self, item: ReadItem) -> Box:
+        """The part of a tensor that an item reads."""
+        _, piece = self._find(item.storage_index)
+        offsets = zip(item.storage_offsets, piece.box.offsets, strict=True)
+        return Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
 
     def _place(self, item: ReadItem) -> tuple[str, int]:
         if item.type != LoadItemType.TENSOR:
@@ -159,17 +169,17 @@ class Writer(StorageWriter):
     """A writer of one checkpoint, for ``dcp.save(..., storage_writer=...)``.
 
     Args:
-        path: path of the checkpoint, which must not exist.
+        path: path of the checkpoint, which must not exist, or its URL in an object store.
         facts: what to record about the model.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, facts: ModelFacts | None = None) -> None:
-        self._path = Path(path)
+    def __init__(self, path: StrPath, *, facts: ModelFacts | None = None) -> None:
+        self._path = place_of(path)
         self._origins: dict[str, Origin] = {}
         self._values: list[Value] = []
         self._facts = facts or ModelFacts()
         self._world_size = 1
-        self._commit: Commit | None = None
+        self._commit: Commit | StoreCommit | None = None
 
     def describe(self, origins: Mapping[str, Origin], values: Sequence[Value]) -> None:
         """Add what a plan does not contain.
@@ -185,7 +195,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint, at a new path if one is given."""
         if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
+            self._path = place_of(checkpoint_id)
         self._commit = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -231,12 +241,18 @@ class Writer(StorageWriter):
                     f"{name}: expected state under {', '.join(SECTIONS)}, such as "
                     '{"model": model.state_dict()}'
                 )
-        self._commit = Commit(self._path)
-        names = [shard_name(rank, len(plans)) for rank in range(len(plans))]
+        commit = self._commit = self._begin()
         return [
-            replace(plan, storage_data=str(self._commit.partial / name))
-            for plan, name in zip(plans, names, strict=True)
+            replace(plan, storage_data=str(commit.file(rank, len(plans))))
+            for rank, plan in enumerate(plans)
         ]
+
+    def _begin(self) -> Commit | StoreCommit:
+        if isinstance(self._path, Path):
+            return Commit(self._path)
+        from shardwise.checkpoint.disk.store_commit import StoreCommit
+
+        return StoreCommit(self._path)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, and wait until it is on the disk.
@@ -244,7 +260,7 @@ class Writer(StorageWriter):
         Raises:
             OSError: it cannot be written, because the disk is full for instance.
         """
-        path = Path(plan.storage_data)
+        path = place_of(plan.storage_data)
         results: Future[list[WriteResult]] = Future()
         items = [item for item in plan.items if _chunk(item).sizes.numel()]
         pieces = {item.index: _piece_data(item, planner) for item in items}
@@ -265,7 +281,6 @@ class Writer(StorageWriter):
             OSError: the manifest cannot be written, or the folder cannot be renamed.
         """
         assert self._commit is not None
-        partial = self._commit.partial
         pieces: dict[str, list[StoredPiece]] = {}
         for result in (each for of_rank in results for each in of_rank):
             pieces.setdefault(result.index.fqn, []).append(result.storage_data)
@@ -277,16 +292,14 @@ class Writer(StorageWriter):
         manifest = Manifest(
             tensors=entries,
             values=tuple(self._values),
-            files={name: (partial / name).stat().st_size for name in files},
+            files={name: self._commit.size(name) for name in files},
             block=BLOCK,
             world_size=self._world_size,
             mesh=next((entry.mesh for entry in entries if entry.mesh), ""),
             facts=self._facts_of(entries),
             versions=writer_versions(),
         )
-        write_manifest(partial, manifest)
-        read_manifest(partial)  # what cannot be read again must not get a name
-        self._commit.publish()
+        self._commit.finish(manifest)
         self._commit = None
 
     def _facts_of(self, entries: Sequence[TensorEntry]) -> ModelFacts:

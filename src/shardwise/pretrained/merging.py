@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, read_small, write_new
-from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.beside import check_destination, written_beside
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.formats.detect import open_source

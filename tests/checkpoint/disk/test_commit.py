@@ -22,7 +22,7 @@ import torch
 from shardwise import checkpoint
 from shardwise.base.errors import PeerLostError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
-from shardwise.checkpoint.disk import commit, safetensors
+from shardwise.checkpoint.disk import beside, commit, safetensors
 from shardwise.checkpoint.disk.entries import ModelFacts
 from shardwise.checkpoint.disk.manifest import NAME, Manifest, read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader
@@ -248,7 +248,7 @@ def _save_with_a_failing_rank(rank: int, world_size: int, folder: Path) -> list[
         (storage, "Commit", 0),
         (storage, "write_shard", world_size - 1),
         (safetensors.os, "fsync", 0),
-        (storage, "write_manifest", 0),
+        (commit, "write_manifest", 0),
         (commit.Commit, "publish", 0),
     ]
     for place, name, failing in places:
@@ -411,7 +411,7 @@ def test_a_save_killed_at_any_call_leaves_the_old_one_or_the_new(tmp_path: Path)
 
 
 def test_what_is_written_beside_its_name_gets_it_at_the_end(tmp_path: Path) -> None:
-    with commit.written_beside(tmp_path / "out", None) as partial:
+    with beside.written_beside(tmp_path / "out", None) as partial:
         assert commit.is_partial(partial)
         partial.write_text("new")
         assert not (tmp_path / "out").exists()
@@ -425,7 +425,7 @@ def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path, kind: str
     old.write_text("old")
 
     def write_half() -> None:
-        with commit.written_beside(tmp_path / "out", None, force=True) as partial:
+        with beside.written_beside(tmp_path / "out", None, force=True) as partial:
             partial.write_text("half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a name
 
@@ -450,7 +450,7 @@ def test_a_replaced_folder_comes_back_if_the_new_one_cannot_get_its_name(
     monkeypatch.setattr(Path, "rename", fail_once)
     with (
         pytest.raises(OSError, match="Input/output error"),
-        commit.written_beside(tmp_path / "out", None, force=True) as partial,
+        beside.written_beside(tmp_path / "out", None, force=True) as partial,
     ):
         partial.mkdir()
     assert names(tmp_path) == ["out"]

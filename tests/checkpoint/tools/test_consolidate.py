@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import DestinationError
+from shardwise.checkpoint.disk.beside import DestinationError
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX

@@ -13,9 +13,6 @@ points to is never deleted.
 Several processes may commit and delete in one folder. They take and give up names under a lock on
 the root, which is held for a moment. So no one sees a partial folder before it is locked, or
 deletes one under the name of another. Torch is not imported.
-
-:func:`written_beside` does the same for single files and for the folders of other formats, which
-one process writes, without locks.
 """
 
 from __future__ import annotations
@@ -30,16 +27,14 @@ import shutil
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import overload
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import LockHandle, sync
-from shardwise.checkpoint.disk.companions import is_companion
-from shardwise.checkpoint.disk.entries import Manifest
-from shardwise.checkpoint.disk.manifest import read_manifest
-
-#: A path, as text or as an object.
-StrPath = str | os.PathLike[str]
+from shardwise.checkpoint.disk.entries import Manifest, shard_name
+from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.place import Place, StoreError, StrPath, absolute, place_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 #: The name of a folder that is being deleted.
@@ -49,21 +44,24 @@ _OURS = re.compile(r"shard-\d+-of-\d+\.safetensors|manifest\.json", re.ASCII)
 _LOOKS = 50  # attempts at a folder from which a run deletes what is being looked at
 _LOOK_SECONDS = 0.002  # between attempts to lock a root
 _MOST_SECONDS = 60.0  # for all of these attempts
-_MAX_NAME = 255  # bytes of a file name on Linux
 
 
-def step_folder(root: StrPath, step: int) -> Path:
+@overload
+def step_folder(root: Path, step: int) -> Path: ...
+@overload
+def step_folder(root: StrPath, step: int) -> Place: ...
+def step_folder(root: StrPath, step: int) -> Place:
     """The path of the checkpoint of a step: ``root/step-00000040``.
 
     Args:
-        root: the folder that holds the checkpoints of a run.
+        root: the folder that holds the checkpoints of a run, or its URL in an object store.
         step: the number of the step.
 
     Returns:
         The path; nothing is created.
     """
     check_arguments(step_folder, locals())
-    return Path(root) / f"step-{step:08}"
+    return place_of(root) / f"step-{step:08}"
 
 
 def steps(root: StrPath) -> list[int]:
@@ -74,12 +72,19 @@ def steps(root: StrPath) -> list[int]:
 
     Returns:
         The numbers of the steps.
+
+    Raises:
+        StoreError: the object store does not answer.
     """
     check_arguments(steps, locals())
-    return [step for step, path in _step_folders(Path(root)) if is_complete(path)]
+    return [step for step, path in _step_folders(place_of(root)) if is_complete(path)]
 
 
-def latest(root: StrPath) -> Path | None:
+@overload
+def latest(root: Path) -> Path | None: ...
+@overload
+def latest(root: StrPath) -> Place | None: ...
+def latest(root: StrPath) -> Place | None:
     """The complete checkpoint of the highest step in a folder, or ``None`` if there is none.
 
     Args:
@@ -87,14 +92,18 @@ def latest(root: StrPath) -> Path | None:
 
     Returns:
         The folder of the checkpoint, or ``None``.
+
+    Raises:
+        StoreError: the object store does not answer.
     """
     check_arguments(latest, locals())
+    place = place_of(root)
     for _ in range(_LOOKS):
-        folders = _step_folders(Path(root))
+        folders = _step_folders(place)
         for _, path in reversed(folders):
             if is_complete(path):
                 return path
-        if _step_folders(Path(root)) == folders:
+        if _step_folders(place) == folders:
             break
         # A run deleted the checkpoint just looked at, after it had saved a newer one.
     return None
@@ -110,7 +119,7 @@ def damage(root: Path) -> tuple[Path, str] | None:
         Its path, and the reason why it is not complete; ``None`` if it is complete, or if there is
         none.
     """
-    for step, path in reversed(_step_folders(Path(root))):
+    for step, path in reversed(_step_folders(root)):
         try:
             check_complete(path)
         except CheckpointError as error:
@@ -131,10 +140,15 @@ def is_complete(folder: StrPath) -> bool:
 
     Returns:
         ``False`` also if there is no such folder.
+
+    Raises:
+        StoreError: the object store does not answer.
     """
     check_arguments(is_complete, locals())
     try:
         check_complete(folder)
+    except StoreError:
+        raise
     except CheckpointError:
         return False
     return True
@@ -146,10 +160,11 @@ def check_complete(folder: StrPath) -> None:
     Raises:
         CheckpointError: it is not; the message says what is missing.
     """
-    check_files(Path(folder), read_manifest(Path(folder)))
+    place = place_of(folder)
+    check_files(place, read_manifest(place))
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Place, manifest: Manifest) -> None:
     """Check that all files of a manifest exist and have their sizes.
 
     Raises:
@@ -159,11 +174,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(reason)
 
 
-def lost_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+def lost_files(folder: Place, manifest: Manifest) -> dict[str, str]:
     """The files of a manifest that are missing or have other sizes, with the reason."""
+    if not isinstance(folder, Path):
+        return folder.lost(manifest.files)
     lost = {}
     for name, size in manifest.files.items():
-        path = Path(folder) / name
+        path = folder / name
         try:
             found = os.lstat(path).st_size
         except OSError as error:
@@ -193,17 +210,18 @@ def keep_last(
     Raises:
         ValueError: ``count`` is less than 1.
         OSError: a checkpoint cannot be deleted.
+        StoreError: it cannot be deleted from an object store.
     """
     check_arguments(keep_last, locals())
     if count < 1:
         raise ValueError(f"keep_last: found {count}, expected 1 or more")
     folders = [step_folder(root, step) for step in steps(root)]
     highest = folders[-1:]
-    newest = None if spare is None else Path(spare)
-    named = {os.path.abspath(path) for path in keep}
+    newest = None if spare is None else place_of(spare)
+    named = {absolute(path) for path in keep}
     folders.sort(key=lambda folder: folder == newest)
     for folder in folders[:-count]:
-        if folder not in highest and os.path.abspath(folder) not in named:
+        if folder not in highest and absolute(folder) not in named:
             delete(folder)
 
 
@@ -244,6 +262,25 @@ class Commit:
             self._lock = LockHandle(self._handle)
             _try_lock(self._handle)
 
+    def file(self, rank: int, world_size: int) -> Path:
+        """The path of a rank's file."""
+        return self.partial / shard_name(rank, world_size)
+
+    def size(self, name: str) -> int:
+        """Size of a file that was written."""
+        return (self.partial / name).stat().st_size
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest, and give the checkpoint its name.
+
+        Raises:
+            CheckpointError: the result would not be valid, or the path has come to exist.
+            OSError: it cannot be written, or the folder cannot be renamed.
+        """
+        write_manifest(self.partial, manifest)
+        read_manifest(self.partial)  # what cannot be read again must not get a name
+        self.publish()
+
     def publish(self) -> None:
         """Give the checkpoint its name. All files in it must be on the disk.
 
@@ -279,14 +316,20 @@ def is_partial(path: Path) -> bool:
     return _PARTIAL.fullmatch(path.name) is not None
 
 
-def delete(folder: Path) -> None:
+def delete(folder: Place) -> None:
     """Delete a checkpoint, complete or not. If interrupted, none that looks complete is left.
 
     Of a symbolic link, the link is deleted, not what it points to.
 
     Raises:
         OSError: it cannot be deleted.
+        StoreError: it cannot be deleted from an object store.
     """
+    if not isinstance(folder, Path):
+        from shardwise.checkpoint.disk.store_commit import delete_stored
+
+        delete_stored(folder)
+        return
     with contextlib.ExitStack() as held:
         try:
             with _names_locked(folder.parent):
@@ -363,115 +406,6 @@ def _delete_leftovers(root: Path, only: Path | None, free: Collection[_LockAttem
             remove(path)
 
 
-class DestinationError(ValueError):
-    """A path that nothing can be written to: something else is there, or its folder is missing."""
-
-
-@contextlib.contextmanager
-def written_beside(
-    destination: Path, source: Path | None, *, force: bool = False
-) -> Iterator[Path]:
-    """Yield a free path beside ``destination``; what is written there is renamed at the end.
-
-    If the block raises, what it wrote is deleted, and what was at ``destination`` is unchanged.
-    Files inside a folder must be on the disk when the block ends; a single file is synced here.
-
-    Args:
-        destination: the file or folder to make.
-        source: the checkpoint that is read, which must not be replaced; ``None`` if there is none.
-        force: replace a file of that name, or a folder that contains nothing but a checkpoint.
-
-    Raises:
-        DestinationError: the path exists, or its folder does not.
-        OSError: it cannot be written.
-    """
-    check_destination(destination, source, force=force)
-    partial = partial_of(destination)
-    remove(partial)
-    try:
-        yield partial
-        sync(partial)
-        _replace(destination, partial)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            remove(partial)
-        if isinstance(error, OSError) and error.filename is None:  # as torch raises it
-            error.filename = str(destination)
-        raise
-
-
-def _replace(destination: Path, partial: Path) -> None:
-    """Rename ``partial`` to ``destination``, and delete what was there."""
-    if not destination.is_dir():  # a rename replaces a file, but no folder
-        partial.rename(destination)
-        sync(destination.parent)
-        return
-    old = _replaced(destination)
-    remove(old)
-    destination.rename(old)
-    try:
-        partial.rename(destination)
-    except BaseException:
-        old.rename(destination)
-        raise
-    sync(destination.parent)
-    remove(old)
-
-
-def _replaced(destination: Path) -> Path:
-    """The name that a folder has between its own and being deleted."""
-    return destination.with_name(f".{destination.name}.replaced")
-
-
-def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
-    """Check that a path can be written to, before anything is read.
-
-    Args:
-        destination: as for :func:`written_beside`, and so are the others.
-        source: see there.
-        force: see there.
-
-    Raises:
-        DestinationError: it cannot.
-    """
-    if not destination.name:
-        raise DestinationError(f"found {destination}, expected the name of a file or folder")
-    excess = len(os.fsencode(_replaced(destination).name)) - _MAX_NAME
-    if excess > 0:
-        raise DestinationError(
-            f"found a name of {len(os.fsencode(destination.name))} bytes for the file or folder to "
-            f"make, expected {excess} fewer"
-        )
-    if not destination.parent.is_dir():
-        raise DestinationError(f"found no folder {destination.parent}; make it first")
-    if not os.path.lexists(destination):
-        return
-    if not force:
-        raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if source is not None and source.resolve().is_relative_to(destination.resolve()):
-        raise DestinationError(
-            f"{destination} is, or contains, the checkpoint that is read; give another name"
-        )
-    if destination.is_dir() and not destination.is_symlink():
-        other = next((path for path in destination.iterdir() if not _belongs(path)), None)
-        if other is not None:
-            raise DestinationError(
-                f"{destination} contains {other.name}, which is not part of a checkpoint; nothing "
-                "was replaced"
-            )
-    elif not destination.is_file() or destination.is_symlink():
-        raise DestinationError(f"{destination} is not a regular file; nothing was replaced")
-
-
-def _belongs(path: Path) -> bool:
-    """Whether a file has the name of a file of a checkpoint, of any format."""
-    return path.is_file() and (
-        path.suffix in (".safetensors", ".distcp", ".json")
-        or path.name in (".metadata", "README.md")
-        or is_companion(path.name)
-    )
-
-
 def _is_ours(partial: Path) -> bool:
     return all(_OURS.fullmatch(name) for name in os.listdir(partial))
 
@@ -483,7 +417,7 @@ def _rename_away(folder: Path) -> Path:
     return doomed
 
 
-def _step_folders(root: Path) -> list[tuple[int, Path]]:
+def _step_folders(root: Place) -> list[tuple[int, Place]]:
     try:
         found = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

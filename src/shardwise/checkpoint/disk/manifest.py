@@ -53,6 +53,7 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import decode, encode
 
 __all__ = ["Manifest", "StoredPiece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
@@ -66,7 +67,8 @@ MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
 MAX_PIECES = 1 << 17  # of one tensor
 MAX_BLOCK = 1 << 30
 _DIGITS = 16  # hexadecimal digits of a checksum
-_FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}\.safetensors", re.ASCII)
+# In an object store, files of each attempt to save have names of their own.
+_FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}(-[0-9a-f]{16})?\.safetensors", re.ASCII)
 _CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
 _LAST = "of_all_above"
 _FIELDS = frozenset(
@@ -90,10 +92,18 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: it cannot be written, because the disk is full for instance.
         TypeError: a value is not a plain value.
     """
+    write_new(Path(folder) / NAME, manifest_bytes(manifest))
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """What the file of a manifest contains.
+
+    Raises:
+        TypeError: a value is not a plain value.
+    """
     text = "".join(_lines(_to_json(manifest))).encode("ascii")
     above = text.removesuffix(b"\n}\n")
-    data = above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above)
-    write_new(Path(folder) / NAME, data)
+    return above + b',\n"of_all_above": "%s"\n}\n' % _checksum(above)
 
 
 def writer_versions() -> dict[str, str]:
@@ -101,26 +111,42 @@ def writer_versions() -> dict[str, str]:
     return {name: version_of(name) or "unknown" for name in ("shardwise", "torch")}
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder, or its name in an object store.
 
     Raises:
         CheckpointError: it is missing or damaged; the message names the entry.
     """
-    path = Path(folder) / NAME
-    text = read_small(path, MAX_BYTES)
-    fields = parse(text, str(path), size_of(Path(folder)))
+    path = folder / NAME
+    if isinstance(path, Path):
+        return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
+    size = sum(each.size for each in path.parent.below().values())
+    return parse_manifest(path.read_small(MAX_BYTES), str(path), size)
+
+
+def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
+    """Check what the file of a manifest contains.
+
+    Args:
+        text: its bytes.
+        where: the file, for error messages.
+        size: bytes of all files of the checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged; the message names the entry.
+    """
+    fields = parse(text, where, size)
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):
         raise CheckpointError(
-            f"{path}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
+            f"{where}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
             "line if the file was edited on purpose"
         )
-    return _from_json(fields, str(path))
+    return _from_json(fields, where)
 
 
 def _checksum(text: bytes) -> bytes:

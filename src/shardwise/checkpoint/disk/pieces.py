@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -21,7 +22,12 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Closing, open_file, read_exactly
 from shardwise.base.strict import refuse
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.safetensors import as_bytes, is_lazy, read_fields
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StorePath
+    from shardwise.checkpoint.disk.store_reads import StoreFile, StoreReads
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time: they fit in a core's own cache
 LEAST_BUFFER = 4096
@@ -33,21 +39,21 @@ class PieceReader(Closing):
     """A reader of the pieces of one checkpoint. Close it, or use it in a ``with`` statement.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder, or its name in an object store.
         manifest: its manifest.
         buffer: bytes that reading may hold beside the tensors that are read into; at least 4096.
-            More than 1 MiB gains nothing.
+            More than 1 MiB gains nothing. From a store, 32 MiB are read ahead in any case.
 
     Raises:
         ValueError: the buffer is too small.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, buffer: int = CHUNK) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, *, buffer: int = CHUNK) -> None:
         if buffer < LEAST_BUFFER:
             raise ValueError(f"buffer: found {buffer} bytes, expected {LEAST_BUFFER} or more")
-        self._folder = Path(folder)
+        self._folder = folder
         self._manifest = manifest
-
+        self._ahead = None if isinstance(folder, Path) else _reads_of(folder, manifest)
         self._chunk = min(buffer, CHUNK) // _ALIGN * _ALIGN
         self._scratch = torch.empty(self._chunk, dtype=torch.uint8)
         self._files: dict[str, _ShardFile] = {}
@@ -57,6 +63,17 @@ class PieceReader(Closing):
         for file in self._files.values():
             file.close()
         self._files.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def expect(self, parts: Iterable[tuple[TensorEntry, Box]]) -> None:
+        """Say what will be read, in this order. Only reading from an object store gains by it.
+
+        Args:
+            parts: tensors, and which part of each.
+        """
+        if self._ahead is not None:
+            self._ahead.expect(parts)
 
     def open(self, entry: TensorEntry, piece: StoredPiece) -> _ShardFile:
         """Open the file of a piece, and compare its header with the manifest.
@@ -67,8 +84,9 @@ class PieceReader(Closing):
         """
         file = self._files.get(piece.file)
         if file is None:
-            path = self._folder / piece.file
-            file = self._files[piece.file] = _ShardFile(path, self._manifest.files[piece.file])
+            path, size = self._folder / piece.file, self._manifest.files[piece.file]
+            opened = self._ahead.open(piece.file) if self._ahead else _OpenFile(Path(path))
+            file = self._files[piece.file] = _ShardFile(path, size, opened)
         file.check(entry, piece)
         return file
 
@@ -177,28 +195,52 @@ class PieceReader(Closing):
                 )
 
 
+def _reads_of(folder: StorePath, manifest: Manifest) -> StoreReads:
+    from shardwise.checkpoint.disk.store_reads import StoreReads  # of no use to folders
+
+    return StoreReads(folder, manifest)
+
+
+class _OpenFile(Closing):
+    """A file on a disk that is open to read.
+
+    Raises:
+        CheckpointError: it is not a regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._asked = 0  # the kernel has been asked for all bytes before this one
+        self._handle, self.size = open_file(path)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def read(self, into: memoryview, at: int) -> None:
+        if at + into.nbytes > self._asked - _AHEAD // 2:
+            start = max(at, self._asked)
+            os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
+            self._asked = start + _AHEAD
+        read_exactly(self._handle, into, at, self._path)
+
+
 class _ShardFile:
     """An open safetensors file of a checkpoint.
 
     Raises:
-        CheckpointError: it is not a regular file, has another size than expected, or its header is
-            damaged.
+        CheckpointError: it has another size than expected, or its header is damaged.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        self._asked = 0  # the kernel has been asked for all bytes before this one
-        self._handle, found = open_file(path)
+    def __init__(self, path: Place, size: int, opened: _OpenFile | StoreFile) -> None:
+        self.path, self._opened = path, opened
+        self.close = opened.close
         try:
-            if found != size:
-                refuse(str(path), f"{found:,} bytes", f"{size:,}, as the manifest says")
-            self._data, self._header = read_fields(self._handle, size, path)
+            if opened.size != size:
+                refuse(str(path), f"{opened.size:,} bytes", f"{size:,}, as the manifest says")
+            self._data, self._header = read_fields(opened.read, size, path)
         except BaseException:
             self.close()
             raise
-
-    def close(self) -> None:
-        os.close(self._handle)
 
     def check(self, entry: TensorEntry, piece: StoredPiece) -> None:
         """Check that the header says the same about a piece as the manifest.
@@ -222,12 +264,7 @@ class _ShardFile:
 
     def read(self, offset: int, into: Tensor) -> None:
         """Fill a tensor of bytes from an offset of the file."""
-        view = into.numpy().data
-        if offset + view.nbytes > self._asked - _AHEAD // 2:
-            start = max(offset, self._asked)
-            os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
-            self._asked = start + _AHEAD
-        read_exactly(self._handle, view, offset, self.path)
+        self._opened.read(into.numpy().data, offset)
 
 
 def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Tensor) -> None:

@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from shardwise.base.strict import (
     refuse,
 )
 from shardwise.checkpoint.disk.entries import DTYPE_NAMES, StoredPiece, TensorInfo, piece_key
+from shardwise.checkpoint.disk.place import Place
 
 #: The longest header, in bytes, that the safetensors library reads.
 MAX_HEADER = 100_000_000
@@ -48,6 +50,7 @@ Chunks = Callable[[str], Iterator[memoryview]]
 """Called with the name of a tensor, gives its bytes in order."""
 
 _ALIGN = 64  # bytes: elements begin at a cache line
+_SMALL = 16 << 10  # bytes
 _COPY = 4 << 20  # bytes copied at a time, for tensors that cannot be written from where they are
 
 
@@ -74,7 +77,7 @@ def read_header(file: Path) -> dict[str, StoredSpan]:
     """
     handle, size = open_file(file, Links.FOLLOW)
     try:
-        data, fields = read_fields(handle, size, file)
+        data, fields = read_fields(partial(read_exactly, handle, file=file), size, file)
     finally:
         os.close(handle)
     places = {
@@ -86,11 +89,13 @@ def read_header(file: Path) -> dict[str, StoredSpan]:
     return places
 
 
-def read_fields(handle: int, size: int, file: Path) -> tuple[int, dict[str, Any]]:
+def read_fields(
+    read: Callable[[memoryview, int], None], size: int, file: Place
+) -> tuple[int, dict[str, Any]]:
     """Read the header of an open file as JSON. Its entries are not checked.
 
     Args:
-        handle: descriptor of the file.
+        read: fills memory from a byte of the file on.
         size: size of the file in bytes.
         file: path of the file, for error messages.
 
@@ -103,12 +108,12 @@ def read_fields(handle: int, size: int, file: Path) -> tuple[int, dict[str, Any]
     if size < 8:
         refuse(str(file), f"{size} bytes", "the header of a safetensors file")
     prefix = bytearray(8)
-    read_exactly(handle, memoryview(prefix), 0, file)
+    read(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     where = f"{file}, header"
     check_number(length, f"{where}, length", least=2, most=min(MAX_HEADER, max(2, size - 8)))
     text = bytearray(length)
-    read_exactly(handle, memoryview(text), 8, file)
+    read(memoryview(text), 8)
     return 8 + length, Fields(parse(text, where, size), where).all()
 
 
@@ -176,7 +181,7 @@ def lay_out(
 
 
 def write_safetensors(
-    file: Path,
+    file: Place,
     tensors: Mapping[str, TensorInfo],
     chunks: Chunks,
     metadata: Mapping[str, str] = PT_METADATA,
@@ -184,7 +189,7 @@ def write_safetensors(
     """Write a new file, and wait until it is on the disk.
 
     Args:
-        file: path of the file, which must not exist.
+        file: path of the file, which must not exist, or its name in an object store.
         tensors: the tensors to write, in any order.
         chunks: called with the name of a tensor, gives its bytes in order.
         metadata: the header's ``__metadata__``.
@@ -197,14 +202,23 @@ def write_safetensors(
         ValueError: a tensor has more or fewer bytes than ``tensors`` says.
     """
     header, offsets = lay_out(tensors, metadata)
-    with NewFile(file) as new:
-        new.write(header)
-        for name, start in offsets.items():
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield header
+        for name in offsets:
+            written, expected = 0, tensors[name].nbytes
             for chunk in chunks(name):
-                new.write(chunk)
-            written, expected = new.size - start, tensors[name].nbytes
+                yield chunk
+                written += chunk.nbytes
             if written != expected:
                 raise ValueError(f"{name}: wrote {written} bytes, expected {expected}")
+
+    if not isinstance(file, Path):
+        file.write(content(), len(header) + sum(info.nbytes for info in tensors.values()))
+        return offsets
+    with NewFile(file) as new:
+        for part in content():
+            new.write(part)
     return offsets
 
 
@@ -235,11 +249,11 @@ class PieceData:
         return TensorInfo(self.info.dtype, self.box.sizes)
 
 
-def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> list[StoredPiece]:
+def write_shard(path: Place, pieces: Sequence[PieceData], block: int = BLOCK) -> list[StoredPiece]:
     """Write a new file with checksums of pieces of tensors, and wait until it is on the disk.
 
     Args:
-        path: path of the file, which must not exist.
+        path: path of the file, which must not exist, or its name in an object store.
         pieces: what to write, in any order, each with a key of its own.
         block: number of bytes that one checksum covers.
 
@@ -269,6 +283,8 @@ def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> 
         checksums[key] = (*done, digest.hexdigest()) if filled else tuple(done)
 
     infos = {key: each.own_info for key, each in by_key.items()}
+    if not isinstance(path, Path):  # where small ones side by side are read with one request
+        infos = dict(sorted(infos.items(), key=lambda item: item[1].nbytes > _SMALL))
     offsets = write_safetensors(path, infos, hashed, metadata={})
     return [
         StoredPiece(path.name, offsets[key], each.box, checksums[key])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
-from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.filenames import (
     DEEPSPEED,
     files_beside,
@@ -117,6 +117,7 @@ def find_tokenizer(path: Path) -> Path | None:
     Args:
         path: as for :func:`find_checkpoint`, or the folder of a tokenizer alone.
     """
+    from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
     from shardwise.checkpoint.formats.hf import folders_of
 
     folders = [path]
@@ -150,15 +151,19 @@ def format_of(path: Path) -> Format | None:
     return Format.RANKS if sets_of_rank_files(path) else None
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Place) -> Source:
     """Open a checkpoint of any format. Close it, or use it in a ``with`` statement.
 
     Args:
-        path: as for :func:`find_checkpoint`.
+        path: as for :func:`find_checkpoint`; in an object store, of Shardwise's own format.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    if not isinstance(path, Path):
+        from shardwise.checkpoint.formats.native import open_stored
+
+        return open_stored(path)
     path = find_checkpoint(path)
     parts = sorted(each.name for each in path.glob(_PARTS))
     if parts:

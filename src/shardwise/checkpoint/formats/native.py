@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.commit import latest
 from shardwise.checkpoint.disk.entries import (
     Manifest,
     StatePath,
@@ -18,24 +20,28 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     shard_name,
 )
-from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
+from shardwise.checkpoint.disk.manifest import NAME, read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
+from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 from shardwise.checkpoint.formats.source import ReadWindow, Source
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StorePath
 
 
 class ShardwiseSource(Source):
     """A checkpoint in the native format. Everything that is read from it is verified.
 
     Args:
-        where: its folder.
+        where: its folder, or its name in an object store.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
-    def __init__(self, where: Path) -> None:
-        self.where = where
+    def __init__(self, where: Place) -> None:
+        self.where = cast(Path, where)  # for messages
         self.manifest = read_manifest(where)
         self._entries = {entry.path: entry for entry in self.manifest.tensors}
         self._reader = PieceReader(where, self.manifest)
@@ -54,6 +60,23 @@ class ShardwiseSource(Source):
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
+
+
+def open_stored(path: StorePath) -> ShardwiseSource:
+    """Open a checkpoint in an object store, or the newest one of a run.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if (path / NAME).find():
+        return ShardwiseSource(path)
+    newest = latest(path) or latest(path / "checkpoints")
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: found no checkpoint; expected {NAME}, or step-... with one in it; copy "
+            "checkpoints of other formats to a folder"
+        )
+    return ShardwiseSource(place_of(newest))
 
 
 def _about(manifest: Manifest) -> list[str]:

@@ -29,7 +29,7 @@ from shardwise._torch import fsdp
 from shardwise.base.boxes import Box, full_box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync, write_new
-from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.beside import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
 from shardwise.checkpoint.formats.hf import (

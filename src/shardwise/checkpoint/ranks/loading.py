@@ -6,8 +6,7 @@ manifest -> memory -> every rank reads its parts -> the model
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from shardwise._torch import dtensor
 from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import StrPath, check_files
+from shardwise.checkpoint.disk.commit import check_files
 from shardwise.checkpoint.disk.entries import (
     Manifest,
     StatePath,
@@ -28,6 +27,7 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_box
+from shardwise.checkpoint.disk.place import Place, StrPath, place_of
 from shardwise.checkpoint.disk.safetensors import is_lazy
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source
@@ -77,7 +77,7 @@ def load(
     what was read. Nothing has changed if the optimizer has other parameter groups.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint: its folder, or its URL in an object store.
         model: the model, with memory, not on the meta device.
         optimizer: an optimizer of the model's parameters; new, or with a state, which is replaced.
         strict: whether the model must have exactly the names that were saved.
@@ -96,11 +96,11 @@ def load(
     """
     given = locals()
     wait_for_save()
-    ranks = checked(load, group, given)
+    ranks = checked(load, group, given, lambda: place_of(path))
     return ranks.all(
         f"loading {path}",
         lambda: _load(
-            Path(path),
+            place_of(path),
             model,
             optimizer,
             strict=strict,
@@ -111,7 +111,7 @@ def load(
 
 
 def _load(
-    path: Path,
+    path: Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -120,7 +120,8 @@ def _load(
     buffer: int,
 ) -> dict[str, Any]:
     """Load a checkpoint on this rank. No rank waits for another."""
-    if (kind := format_of(path)) not in (None, Format.SHARDWISE):
+    kind = format_of(path) if isinstance(path, Path) else None
+    if kind not in (None, Format.SHARDWISE):
         raise CheckpointError(
             f"{path}: found a checkpoint of another format ({kind.value}), expected one of "
             "shardwise.checkpoint.save; shardwise.checkpoint.load_weights reads the weights of "
@@ -147,8 +148,11 @@ def _load(
         for entry in manifest.section("extra"):
             into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         entries = [entry for entry in manifest.tensors if entry.fqn in into]
+        in_files = sorted(entries, key=_place)
+        reader.expect(_own_parts(manifest, own, left_out))
+        reader.expect((entry, own_part(into[entry.fqn])[0]) for entry in in_files)
         arrival.load()
-        for entry in sorted(entries, key=_place):
+        for entry in in_files:
             _read(reader, entry, into[entry.fqn])
     tree = unflatten(
         [
@@ -158,6 +162,17 @@ def _load(
         str(path),
     )
     return install(tree, model, optimizer, manifest.section("model"))
+
+
+def _own_parts(
+    manifest: Manifest, own: Mapping[str, Any], left_out: Collection[str]
+) -> Iterator[tuple[TensorEntry, Box]]:
+    """What this rank is going to read of a model, as far as names and shapes are as saved."""
+    for entry in manifest.section("model"):
+        name = dotted(entry.path[1:])
+        mine = None if name in left_out else own.get(name)
+        if isinstance(mine, Tensor) and tuple(mine.shape) == entry.shape:
+            yield entry, own_part(mine)[0]
 
 
 def _model_values(
@@ -217,7 +232,7 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
 
 
 def load_weights(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: nn.Module,
     *,
     strict: bool = True,
@@ -232,7 +247,7 @@ def load_weights(
     Args:
         path: a folder of ``save_pretrained``, a safetensors file, a file of ``torch.save`` (which
             is read without running code from it), a checkpoint of ``torch.distributed.checkpoint``,
-            or one of Shardwise.
+            or one of Shardwise, which may be the URL of one in an object store, or of its run.
         model: the model, sharded or not. Tensors on the meta device get memory; those that are not
             in the checkpoint (``strict=False``) stay on the meta device.
         strict: whether the names must be exactly the model's.
@@ -244,13 +259,14 @@ def load_weights(
     """
     given = locals()
     wait_for_save()
-    ranks = checked(load_weights, group, given)
+    ranks = checked(load_weights, group, given, lambda: place_of(path))
     ranks.all(
-        f"loading {path}", lambda: _load_weights(Path(path), model, strict=strict, buffer=buffer)
+        f"loading {path}",
+        lambda: _load_weights(place_of(path), model, strict=strict, buffer=buffer),
     )
 
 
-def _load_weights(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
+def _load_weights(path: Place, model: nn.Module, *, strict: bool, buffer: int) -> None:
     with open_source(path) as source:
         arrival = Arrival(model, str(source.where), strict=strict)
         arrival.expect(_stored_values(source, arrival, ReadWindow(buffer)))

@@ -6,12 +6,10 @@ names and shards -> plan (torch's planner) -> every rank writes its file -> comm
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -26,8 +24,9 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.arguments import check_timeout
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import StrPath, keep_last
+from shardwise.checkpoint.disk.commit import keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
+from shardwise.checkpoint.disk.place import Place, StoreError, StrPath, absolute
 from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
 from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of, shared_names
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
@@ -58,8 +57,8 @@ def save(
     too.
 
     Args:
-        path: the folder to make, which must not exist. Leftovers of killed processes beside it are
-            deleted.
+        path: the folder to make, which must not exist, or its URL in an object store, such as
+            ``s3://bucket/run/step-00000040``. Leftovers of killed processes beside it are deleted.
         model: the model, sharded or not.
         optimizer: an optimizer of the model's parameters.
         extra: anything else to save: step, random states, position in the data. It consists of
@@ -171,7 +170,7 @@ class Handle:
         path: path of the checkpoint.
     """
 
-    def __init__(self, work: Callable[[], None], path: Path) -> None:
+    def __init__(self, work: Callable[[], None], path: Place) -> None:
         self.path = path
         self._work = work
         self._error: BaseException | None = None
@@ -190,7 +189,7 @@ class Handle:
         """
         return not self._thread.is_alive()
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Place:
         """Wait until the checkpoint is complete and on the disk.
 
         Args:
@@ -316,8 +315,8 @@ class Saving:
     ) -> None:
         wait_for_save()
         # A thread may use them later, when the working directory has changed.
-        self.path = Path(os.path.abspath(path))
-        self._keep = [os.path.abspath(each) for each in keep]
+        self.path = absolute(path)
+        self._keep = [absolute(each) for each in keep]
         self._keep_last = keep_last
         self._facts = facts_of(model)
         self._ranks = Ranks(group_for(group))
@@ -413,13 +412,17 @@ class Saving:
                 "the checkpoint is saved, but an older one cannot be deleted: "
                 f"{error.filename}: {error.strerror}"
             ) from error
+        except StoreError as error:
+            raise StoreError(
+                f"the checkpoint is saved, but an older one cannot be deleted: {error}"
+            ) from error
 
 
 # One per process, because a second one would need host memory for copies of its own.
 _current: Handle | None = None
 
 
-def start_saving(work: Callable[[], None], path: Path) -> Handle:
+def start_saving(work: Callable[[], None], path: Place) -> Handle:
     """Start to save in the background. Call :func:`wait_for_save` first."""
     global _current
     handle = _current = Handle(work, path)

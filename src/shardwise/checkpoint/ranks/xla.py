@@ -31,7 +31,7 @@ from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import refuse, shorten
 from shardwise.base.units import printable
-from shardwise.checkpoint.disk.commit import written_beside
+from shardwise.checkpoint.disk.beside import written_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, dtype_name
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats.detect import open_rank_files

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.beside import check_destination, written_beside
 from shardwise.checkpoint.disk.companions import copy_companions
 from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.values import unflatten

@@ -1,0 +1,46 @@
+"""Where a checkpoint is: a folder, or a name in an object store. Torch is not imported."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from shardwise.base.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StorePath
+
+
+class StoreError(CheckpointError):
+    """An object store did not do what it was asked, or does not answer.
+
+    The message has the store's own words. It says nothing of whether a checkpoint is complete.
+    """
+
+
+#: A path, as text or as an object.
+StrPath = str | os.PathLike[str]
+Place: TypeAlias = "Path | StorePath"
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def place_of(path: StrPath) -> Place:
+    """What a path means: a URL, such as ``s3://bucket/run``, is a name in an object store.
+
+    Raises:
+        ValueError: the URL is of no store, or has a user name, a password or a query.
+    """
+    if isinstance(path, Path) or not _URL.match(os.fspath(path)):
+        return Path(path)
+    from shardwise.checkpoint.disk.store_path import StorePath  # of no use to folders
+
+    return StorePath(os.fspath(path))
+
+
+def absolute(path: StrPath) -> Place:
+    """The same, whatever the working directory will be."""
+    place = place_of(path)
+    return Path(os.path.abspath(place)) if isinstance(place, Path) else place

@@ -1,0 +1,200 @@
+"""Commit to an object store, where nothing can be renamed or locked.
+
+    run/.partial/step-00000040.6f1c09d26f1c09d2                         it is written, or deleted
+    run/step-00000040/shard-00000-of-00002-6f1c09d26f1c09d2.safetensors
+    run/step-00000040/manifest.json                                     it is complete
+
+Each attempt writes files of its own names, so that no two overwrite each other's. The commit is one
+request that makes the manifest unless there is one. A checkpoint is what its manifest names: no one
+looks at other files.
+
+A mark tells of files that no manifest may ever name. Only time says that nobody is going to commit
+them: an attempt gives up an hour after it began, by its own clock. So the next save deletes what
+marks of more than two hours tell of, by the clock of the store, which has made its own mark just
+before. That holds if clocks run equally fast and no request takes an hour. If it does not hold,
+whoever commits finds files missing, and withdraws the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import sys
+import time
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+
+from shardwise.base.errors import CheckpointError, lost_peer_behind
+from shardwise.checkpoint.disk.entries import Manifest, shard_name
+from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
+from shardwise.checkpoint.disk.place import StoreError
+from shardwise.checkpoint.disk.store_path import StorePath
+
+MOST = timedelta(hours=1)  # from the beginning of an attempt to its commit
+LEFT = 2 * MOST  # age of the marks of what was left
+_MARKS = ".partial"
+_MARK = re.compile(r"(?P<name>.+)\.(?P<nonce>[0-9a-f]{16})", re.ASCII | re.DOTALL)
+_SHARD = re.compile(r"shard-\d+-of-\d+(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors", re.ASCII)
+
+
+class StoreCommit:
+    """A checkpoint that is being written, by the one process that commits it.
+
+    Args:
+        folder: name of the checkpoint.
+
+    Raises:
+        CheckpointError: there is one.
+        StoreError: the store does not answer.
+    """
+
+    def __init__(self, folder: StorePath) -> None:
+        if not folder.name:
+            raise CheckpointError(f"{folder}: expected a name below the bucket")
+        self.folder = folder
+        self._nonce = secrets.token_hex(8)
+        self._files: list[str] = []
+        self._sent = False  # the manifest, so that nothing may be deleted before it is withdrawn
+        if (folder / NAME).find() is not None:
+            raise CheckpointError(
+                f"{folder}: already exists, expected a new name; nothing was written"
+            )
+        self._began = time.monotonic()
+        self._mark = _mark(folder, self._nonce)
+        self._mark.write([b"\n"], 1)
+        mine = self._mark.find()
+        with contextlib.suppress(StoreError):  # it may be that this process may not delete
+            if mine is not None:
+                clean(folder.parent, (mine.modified - LEFT).timestamp())
+
+    def file(self, rank: int, world_size: int) -> StorePath:
+        """The name of a rank's file, which no other attempt has."""
+        name = shard_name(rank, world_size).replace(".", f"-{self._nonce}.")
+        self._files.append(name)
+        return self.folder / name
+
+    def size(self, name: str) -> int:
+        """Size of a file that was written."""
+        found = (self.folder / name).find()
+        if found is None:
+            raise CheckpointError(f"{self.folder / name}: is missing, although it was written")
+        return found.size
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest, which is the commit.
+
+        Raises:
+            CheckpointError: another process has committed in the meantime, or this one took an
+                hour, or files have disappeared.
+            StoreError: the store does not answer; whether it has committed may not be known.
+        """
+        text, path = manifest_bytes(manifest), self.folder / NAME
+        parse_manifest(text, str(path), sum(manifest.files.values()))
+        taken = time.monotonic() - self._began
+        if taken > MOST.total_seconds():
+            raise CheckpointError(
+                f"{self.folder}: was written in {taken:,.0f} s, expected at most "
+                f"{MOST.total_seconds():,.0f}: others may take its files for leftovers by now"
+            )
+        self._put(path, text)
+        for reason in self.folder.lost(manifest.files).values():
+            self._withdraw(text)
+            raise CheckpointError(f"{reason}; the checkpoint was withdrawn")
+        with contextlib.suppress(StoreError):  # a mark does no harm
+            self._mark.remove()
+
+    def _put(self, path: StorePath, text: bytes) -> None:
+        try:
+            self._sent = True
+            made = path.create(text)
+        except StoreError:
+            if self._is_mine(text):
+                return  # only the answer was lost
+            raise
+        if made or self._is_mine(text):
+            return
+        self._sent = False
+        raise CheckpointError(
+            f"{self.folder}: was made by another process in the meantime; nothing was replaced"
+        )
+
+    def _is_mine(self, text: bytes) -> bool:
+        try:
+            return (self.folder / NAME).read_small(MAX_BYTES) == text
+        except StoreError:
+            raise
+        except CheckpointError:
+            return False
+
+    def _withdraw(self, text: bytes) -> None:
+        if self._is_mine(text):
+            (self.folder / NAME).remove()
+        self._sent = False
+
+    def abandon(self) -> None:
+        """Delete what was written, but for what a manifest may name, if the store answers."""
+        with contextlib.suppress(StoreError):
+            if self._sent and _named(self.folder, self._nonce):
+                (self.folder / NAME).remove()
+            self.folder.remove(self._files)
+            failed = sys.exception()
+            if isinstance(failed, CheckpointError) and lost_peer_behind(failed) is None:
+                self._mark.remove()  # else a rank may still be writing
+
+
+def delete_stored(folder: StorePath) -> None:
+    """Delete a checkpoint, complete or not. If interrupted, none that looks complete is left.
+
+    Raises:
+        StoreError: it cannot be deleted.
+    """
+    found = folder.below()
+    shards = {name: match for name in found if (match := _SHARD.fullmatch(name))}
+    marks = [_mark(folder, each) for each in {match["nonce"] for match in shards.values()} if each]
+    for mark in marks:
+        mark.write([b"\n"], 1)
+    (folder / NAME).remove()
+    folder.remove(shards)
+    for mark in marks:
+        mark.remove()
+
+
+def clean(root: StorePath, before: float, names: Collection[str] | None = None) -> None:
+    """Delete what dead processes have left in a folder.
+
+    Args:
+        root: the folder that checkpoints are in.
+        before: seconds of the store's clock; what was begun later may still be written.
+        names: of which checkpoints; all if ``None``.
+    """
+    for name, nonce, mark, modified in _marks(root):
+        if modified < before and (names is None or name in names):
+            folder = root / name
+            if not _named(folder, nonce):
+                matches = filter(None, map(_SHARD.fullmatch, folder.below()))
+                folder.remove([each.string for each in matches if each["nonce"] == nonce])
+            mark.remove()
+
+
+def _marks(root: StorePath) -> Iterator[tuple[str, str, StorePath, float]]:
+    for each, found in (root / _MARKS).below().items():
+        match = _MARK.fullmatch(each)
+        if match is not None and "/" not in each:
+            mark = root / _MARKS / each
+            yield match["name"], match["nonce"], mark, found.modified.timestamp()
+
+
+def _mark(folder: StorePath, nonce: str) -> StorePath:
+    return folder.parent / _MARKS / f"{folder.name}.{nonce}"
+
+
+def _named(folder: StorePath, nonce: str) -> bool:
+    """Whether a manifest names files of an attempt, or cannot be read, so that it might."""
+    try:
+        text = (folder / NAME).read_small(MAX_BYTES)
+    except StoreError:
+        raise
+    except CheckpointError:
+        return (folder / NAME).find() is not None
+    return nonce.encode() in text

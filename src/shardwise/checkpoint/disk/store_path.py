@@ -1,0 +1,326 @@
+"""A name in an object store, and what is asked of the store.
+
+    s3://bucket/run/step-00000040/manifest.json
+    ^ root      ^ key
+
+The requests go through ``obstore``, which retries what is worth retrying: answers of 5xx, lost
+connections, and timeouts of reads, a bounded number of times. It takes credentials from where
+other programs find them. What an error says of them is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from shardwise.base.errors import CheckpointError
+from shardwise.base.strict import refuse
+from shardwise.checkpoint.disk.place import StoreError
+
+_ON_A_NETWORK = ("s3", "s3a", "gs", "abfss")
+_HERE = ("file", "memory")
+_PART = 8 << 20  # bytes of a request that writes
+_REQUESTS = 3  # that write at a time
+_MOST_PARTS = 10_000  # of an object of S3
+_RETRIES = 6
+_SECONDS = 60  # for one request, and for all attempts at it
+# What an answer of a store says in XML or JSON; the rest may name keys, and what was signed.
+_WORDS = re.compile(r"<Code>([^<]{1,100})</Code>|<Message>([^<]{1,300})</Message>")
+_STATUS = re.compile(r"status code: (\d{3} [A-Za-z ]+)")
+_QUERY = re.compile(r"(https?://)(?:[^\s/@]*@)?([^\s?)]*)(\?[^\s)]*)?")
+
+
+class StoredObject(NamedTuple):
+    """An object that a store has."""
+
+    size: int
+    modified: datetime
+
+
+class _MissingError(StoreError):
+    """There is no such object, or no such bucket."""
+
+
+class StorePath(os.PathLike[str]):
+    """A name in an object store, for what a checkpoint does with a ``Path``.
+
+    Args:
+        url: such as ``s3://bucket/run``.
+
+    Attributes:
+        name: the part of it after the last slash.
+
+    Raises:
+        ValueError: the URL is of no store, or has a user name, a password or a query.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        host, _, key = rest.partition("/")
+        user = host.rpartition("@")[0]
+        if {"?", "#"} & {*url} or ":" in user or (user and scheme != "abfss"):
+            raise ValueError(
+                f"path: found a URL {scheme}://... with a user name, a password or a query, "
+                "expected one without; give credentials as the store's own programs take them, "
+                "in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for instance"
+            )
+        if scheme not in _ON_A_NETWORK + _HERE or (scheme in _ON_A_NETWORK and not host):
+            raise ValueError(
+                f"path: found {url}, expected a folder, or a URL of an object store: "
+                f"{', '.join(f'{each}://...' for each in _ON_A_NETWORK + _HERE)}"
+            )
+        self._key = key.strip("/")
+        self.name = self._key.rpartition("/")[2]
+        segments = self._key.split("/") if self._key else []
+        if not key.isprintable() or {"", ".", ".."} & {*segments}:
+            raise ValueError(
+                f"path: found {url!r}, expected a URL of printable characters, without empty "
+                "parts, '.' and '..'"
+            )
+        self._root = f"{scheme}://{host}/"
+
+    def __str__(self) -> str:
+        return self._root + self._key
+
+    __fspath__ = __str__
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self}/{name}" if self._key else f"{self._root}{name}")
+
+    @property
+    def parent(self) -> StorePath:
+        """The name without its last part."""
+        return StorePath(self._root + self._key.rpartition("/")[0])
+
+    def is_symlink(self) -> bool:
+        """``False``: there are none in a store."""
+        return False
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Yield what is directly below, as if it were a folder."""
+        obstore = _obstore()
+        with self._asking("be listed"):
+            found = obstore.list_with_delimiter(self._store(), self._key or None)
+        names = {*found["common_prefixes"], *(each["path"] for each in found["objects"])}
+        for name in sorted(names):
+            with contextlib.suppress(ValueError):  # a key that no checkpoint has
+                yield StorePath(self._root + name)
+
+    def below(self) -> dict[str, StoredObject]:
+        """The objects whose names begin with this one, by the rest of their names."""
+        obstore = _obstore()
+        with self._asking("be listed"):
+            batches = list(obstore.list(self._store(), self._key or None))
+        return {
+            each["path"].removeprefix(self._key).lstrip("/"): StoredObject(
+                each["size"], each["last_modified"]
+            )
+            for batch in batches
+            for each in batch
+        }
+
+    def find(self) -> StoredObject | None:
+        """The object, or ``None`` if there is none."""
+        obstore = _obstore()
+        try:
+            with self._asking("be found"):
+                found = obstore.head(self._store(), self._key)
+        except _MissingError:
+            return None
+        return StoredObject(found["size"], found["last_modified"])
+
+    def lost(self, files: Mapping[str, int]) -> dict[str, str]:
+        """The files below that are missing or have other sizes, with the reason.
+
+        A list may be older than what it lists, so what it lacks is asked for by name.
+        """
+        listed, lost = self.below(), {}
+        for name, size in files.items():
+            path, found = self / name, listed.get(name)
+            if found is None or found.size != size:
+                found = path.find()
+            if found is None:
+                lost[name] = f"{path}: is missing"
+            elif found.size != size:
+                lost[name] = f"{path}: found {found.size:,} bytes, expected {size:,}"
+        return lost
+
+    def read(self, start: int, end: int) -> tuple[memoryview, int]:
+        """Read a range of the object, and its size.
+
+        Raises:
+            CheckpointError: it is missing, or ends before.
+            StoreError: it cannot be read.
+        """
+        data, size = self._get(end - start, range=(start, end))
+        if data.nbytes != end - start:
+            raise CheckpointError(
+                f"{self}: found {data.nbytes:,} bytes from byte {start} on, expected "
+                f"{end - start:,}"
+            )
+        return data, size
+
+    def read_small(self, most: int) -> bytes:
+        """Read the object, of at most ``most`` bytes.
+
+        Raises:
+            CheckpointError: it is missing, or larger.
+            StoreError: it cannot be read.
+        """
+        data, size = self._get(most)
+        if size > most:
+            refuse(str(self), f"{size:,} bytes", f"at most {most:,}")
+        return bytes(data)
+
+    def _get(self, most: int, **options: Any) -> tuple[memoryview, int]:
+        """What is asked for, unless that has more than ``most`` bytes; and the object's size."""
+        obstore = _obstore()
+        try:
+            with self._asking("be read"):
+                found = obstore.get(self._store(), self._key, options=options)
+                start, end = found.range
+                data = found.bytes() if end - start <= most else b""
+                return memoryview(data), found.meta["size"]
+        except _MissingError:
+            raise CheckpointError(f"{self}: is missing") from None
+
+    def write(self, chunks: Iterable[bytes | memoryview], size: int) -> None:
+        """Write an object in parts, while they are made. If that raises, there is no object.
+
+        Args:
+            chunks: its bytes.
+            size: how many bytes these are.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        obstore = _obstore()
+        part = max(_PART, -(-size // _MOST_PARTS))
+        with self._asking("be written"):
+            if size <= part:
+                obstore.put(self._store(), self._key, b"".join(chunks), use_multipart=False)
+            else:
+                obstore.put(
+                    *(self._store(), self._key, iter(chunks)),
+                    use_multipart=True,
+                    chunk_size=part,
+                    max_concurrency=_REQUESTS,
+                )
+
+    def create(self, data: bytes) -> bool:
+        """Write an object, unless there is one. Returns whether it was written.
+
+        Raises:
+            StoreError: it cannot be written, or that is not known.
+        """
+        obstore = _obstore()
+        try:
+            with self._asking("be written"):
+                obstore.put(self._store(), self._key, data, mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, names: Collection[str] = ("",)) -> None:
+        """Delete objects below, or this one; those that do not exist are deleted already."""
+        obstore = _obstore()
+        keys = [f"{self._key}/{name}".strip("/") for name in names]
+        try:
+            if keys:
+                with self._asking("be deleted"):
+                    obstore.delete(self._store(), keys)
+        except _MissingError:  # as a disk says
+            for key in keys:
+                with contextlib.suppress(_MissingError), self._asking("be deleted"):
+                    obstore.delete(self._store(), key)
+
+    def _store(self) -> Any:
+        if not self._root.startswith(_HERE) and _first_process() != os.getpid():
+            raise StoreError(
+                f"{self}: this process was forked from one that had used an object store, whose "
+                "threads it lacks; start it with the method 'spawn'"
+            )
+        return _store_of(self._root)
+
+    @contextlib.contextmanager
+    def _asking(self, to: str) -> Iterator[None]:
+        """Report what a store answers, in its own words but for what may hold credentials."""
+        errors = _obstore().exceptions
+        try:
+            yield
+        except errors.AlreadyExistsError:
+            raise FileExistsError(str(self)) from None
+        except FileNotFoundError as error:
+            if error.errno is not None:  # of what is written, not of the store
+                raise
+            raise _MissingError(f"{self}: cannot {to} ({words_of(error)})") from None
+        except errors.BaseError as error:
+            raise StoreError(f"{self}: cannot {to} ({words_of(error)})") from None
+
+
+def _obstore() -> Any:
+    try:
+        import obstore.exceptions
+    except ModuleNotFoundError:
+        raise StoreError(
+            "URLs of object stores need obstore: pip install 'shardwise[store]'"
+        ) from None
+    return obstore
+
+
+@functools.cache
+def _first_process() -> int:
+    return os.getpid()
+
+
+@functools.cache
+def _store_of(root: str) -> Any:
+    """The store of a bucket, whose connections all requests share."""
+    from obstore.store import from_url
+
+    if root.startswith(_HERE):
+        return from_url(root)
+    options: dict[str, Any] = {}
+    if root.startswith("s3"):
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
+            options["endpoint"] = endpoint
+            options["client_options"] = {"allow_http": endpoint.startswith("http://")}
+        # Of files and single sign-on boto3 knows, of everything else obstore.
+        if "AWS_ACCESS_KEY_ID" not in os.environ and importlib.util.find_spec("boto3"):
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            with contextlib.suppress(ValueError):  # it has none
+                options["credential_provider"] = Boto3CredentialProvider()
+    client = {"timeout": f"{_SECONDS}s", "connect_timeout": "10s"}
+    options["client_options"] = options.get("client_options", {}) | client
+    import datetime
+
+    seconds = datetime.timedelta(seconds=_SECONDS)
+    return from_url(
+        root, retry_config={"max_retries": _RETRIES, "retry_timeout": seconds}, **options
+    )
+
+
+def words_of(error: Exception) -> str:
+    """What an error says in one line, without URLs' queries, names of keys and what was signed."""
+    text = str(error).partition("\n\nDebug source")[0]
+    said = [*_STATUS.findall(text), *(a or b for a, b in _WORDS.findall(text))]
+    if said:
+        return ": ".join(dict.fromkeys(each.strip() for each in said))
+    return _QUERY.sub(r"\1\2", " ".join(text.partition("<")[0].split()))[:500]

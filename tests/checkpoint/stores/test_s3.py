@@ -1,0 +1,305 @@
+"""Checkpoints in S3, of a server on this machine that fails in the ways that servers do."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import checkpoint
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.disk import store_commit, store_path, store_reads
+from shardwise.checkpoint.disk.place import StoreError, place_of
+from shardwise.checkpoint.disk.store_path import StorePath
+from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
+from tests.worlds import Ranks
+
+pytest.importorskip("obstore", reason="needs obstore: install .[test]")
+pytest.importorskip("moto", reason="needs moto: install .[ecosystem]")
+
+from tests.checkpoint.stores.server import ACCESS, SECRET, Fault, Server, serving
+
+PART = 5 << 20  # bytes: the least that S3 takes
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[Server]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name, value in _environment(_server).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store_path, "_PART", PART)
+    monkeypatch.setattr(store_reads, "_PART", 1 << 20)
+    monkeypatch.setattr(store_path, "_RETRIES", 3)
+    store_path._store_of.cache_clear()
+    _server.faults.clear()
+    _server.hidden.clear()
+    _server.seen.clear()
+    yield _server
+    _server.on_request = lambda method, path: None
+
+
+def _environment(server: Server) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": ACCESS,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest) -> str:
+    return f"s3://runs/{abs(hash(request.node.nodeid))}"
+
+
+def large(seed: int = 0) -> torch.nn.Module:
+    """A model of three parts of S3."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
+
+
+def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def objects(root: str) -> list[str]:
+    place = place_of(root)
+    assert isinstance(place, StorePath)
+    return sorted(place.below())
+
+
+def test_large_files_go_in_parts_both_ways(server: Server, root: str) -> None:
+    model, loaded = large(), large(seed=1)
+    nbytes = sum(each.nbytes for each in model.parameters())
+    before = server.sent, server.got
+    checkpoint.save(f"{root}/a", model)
+    parts = [path for method, path in server.seen if method == "PUT" and "partNumber=" in path]
+    assert len(parts) == 3
+    assert nbytes < server.sent - before[0] < 1.02 * nbytes
+    checkpoint.load(f"{root}/a", loaded)
+    assert nbytes < server.got - before[1] < 1.02 * nbytes
+    assert equal(model, loaded)
+
+
+FAULTS = {
+    "500s of parts": [Fault("PUT", "partNumber=2", 500, times=2)],
+    "slow down": [Fault("PUT", "shard", 503, times=2), Fault("GET", "shard", 503, times=3)],
+    "resets of parts": [
+        Fault("PUT", "partNumber=1", "reset"),
+        Fault("PUT", "partNumber=3", "lost"),
+    ],
+    "the end of parts": [Fault("POST", "uploadId=", 500)],
+    "the beginning of parts": [Fault("POST", "uploads", 503)],
+    "the commit": [Fault("PUT", "manifest", 503, times=2)],
+    "the answer to the commit": [Fault("PUT", "manifest", "lost")],
+    "no answer to the commit": [Fault("PUT", "manifest", "reset")],
+    "marks": [Fault("PUT", ".partial", 500), Fault("HEAD", ".partial", "reset")],
+    "reads": [Fault("GET", "shard", 500, times=2), Fault("GET", "shard", "reset", after=2)],
+    "reads in the middle": [Fault("GET", "shard", "cut", times=2, after=1)],
+    "lists": [Fault("GET", "list-type", 503), Fault("GET", "list-type", "reset", after=1)],
+    "looks": [Fault("HEAD", "shard", 503), Fault("HEAD", "manifest", "reset")],
+    "the manifest": [Fault("GET", "manifest", "cut"), Fault("GET", "manifest", 500)],
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_passes_is_tried_again(kind: str, server: Server, root: str) -> None:
+    server.faults[:] = [Fault(**vars(each)) for each in FAULTS[kind]]
+    model, loaded = large(), large(seed=1)
+    checkpoint.save(f"{root}/step-00000001", model)
+    assert checkpoint.latest(root) == place_of(f"{root}/step-00000001")
+    checkpoint.load(f"{root}/step-00000001", loaded)
+    assert equal(model, loaded)
+    assert not [each for each in server.faults if each.times]
+    assert len(objects(root)) == 2
+
+
+LASTING = {
+    "500 Internal Server Error": Fault("PUT", "partNumber=2", 500, times=99),
+    "503 Service Unavailable: SlowDown": Fault("PUT", "partNumber=2", 503, times=99),
+    "403 Forbidden: AccessDenied: Access Denied": Fault("PUT", "partNumber=2", 403, times=99),
+    "error sending request": Fault("PUT", "partNumber=2", "reset", times=99),
+}
+
+
+@pytest.mark.parametrize("words", LASTING)
+def test_what_lasts_is_reported_in_the_stores_words(words: str, server: Server, root: str) -> None:
+    checkpoint.save(f"{root}/step-00000001", large())
+    fault = LASTING[words]
+    server.faults[:] = [Fault(**vars(fault))]
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(f"{root}/step-00000002", large())
+    message = str(caught.value)
+    assert f"rank 0: {root}/step-00000002/shard-00000-of-00001-" in message
+    assert "cannot be written" in message
+    assert words in message or "HTTP error" in message
+    assert ACCESS not in message and SECRET not in message
+    assert len(objects(root)) == 2  # and no parts:
+    uploads = [path for method, path in server.seen if method == "DELETE" and "uploadId" in path]
+    assert len(uploads) == 1
+    server.faults.clear()
+    assert checkpoint.steps(root) == [1]
+
+
+@pytest.mark.parametrize("kind", [403, 500, "reset"])
+def test_a_store_that_cannot_be_asked_does_not_count_as_empty(
+    kind: int | str, server: Server, root: str
+) -> None:
+    checkpoint.save(f"{root}/step-00000001", large())
+    server.faults[:] = [Fault(method, "", kind, times=999) for method in ("GET", "HEAD")]
+    for ask in (checkpoint.latest, checkpoint.steps):
+        with pytest.raises(StoreError, match=f"{root}"):
+            ask(root)
+    with pytest.raises(StoreError):
+        checkpoint.is_complete(f"{root}/step-00000001")
+    with pytest.raises(CheckpointError, match="rank 0"):
+        checkpoint.load(f"{root}/step-00000001", large())
+
+
+def test_a_403_in_the_middle_of_a_load_is_reported(server: Server, root: str) -> None:
+    checkpoint.save(f"{root}/a", large())
+    server.faults[:] = [Fault("GET", "shard", 403, times=99, after=3)]
+    with pytest.raises(CheckpointError, match=r"rank 0: .*/a/shard-.* cannot be read .403 Forbid"):
+        checkpoint.load(f"{root}/a", large())
+
+
+def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_path, "_RETRIES", 2)
+    for name, value in _environment(Server(url="http://127.0.0.1:9")).items():
+        monkeypatch.setenv(name, value)
+    store_path._store_of.cache_clear()
+    for use in (lambda: checkpoint.save(f"{root}/a", large()), lambda: checkpoint.latest(root)):
+        with pytest.raises(CheckpointError, match=f"{root}.* cannot be .*rror") as caught:
+            use()
+        assert SECRET not in str(caught.value)
+
+
+def test_a_list_that_lags_tears_nothing(
+    server: Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(f"{root}/step-00000001", large())
+    server.hidden |= {f"{root.removeprefix('s3://runs/')}/{each}" for each in objects(root)}
+    monkeypatch.setattr(store_commit, "LEFT", timedelta(microseconds=1))
+    loaded = large(seed=1)
+    checkpoint.load(f"{root}/step-00000001", loaded)
+    checkpoint.save(f"{root}/step-00000002", large())
+    server.hidden.clear()
+    assert checkpoint.steps(root) == [1, 2]
+
+
+def test_a_bucket_that_is_missing_is_named(server: Server) -> None:
+    checks = (
+        lambda: checkpoint.save("s3://none/a", large()),
+        lambda: checkpoint.load("s3://none/a", large()),
+        lambda: checkpoint.load_weights("s3://none/a", large()),
+        lambda: checkpoint.latest("s3://none"),
+        lambda: checkpoint.is_complete("s3://none/a"),
+    )
+    for check in checks:
+        with pytest.raises(CheckpointError, match=r"s3://none.*NoSuchBucket"):
+            check()
+
+
+def test_credentials_are_also_those_of_a_profile(
+    server: Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"[mine]\naws_access_key_id = AKIAOFPROFILE\naws_secret_access_key = {SECRET}\n"
+    (tmp_path / "credentials").write_text(text)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    checkpoint.save(f"{root}/a", large())
+    assert "Credential=AKIAOFPROFILE/" in server.signed
+
+
+def _save_some(root: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    store_path._PART = PART
+    for step in range(2, 9):
+        checkpoint.save(f"{root}/step-{step:08}", large(seed=step), keep_last=2)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.long) for n in range(6, 60))]
+)
+def test_kills_tear_nothing_and_leave_nothing(
+    seed: int, server: Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any request. Incomplete uploads are for the bucket's own rules to delete."""
+    checkpoint.save(f"{root}/step-00000001", large(seed=1))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # which imports torch once
+    process = context.Process(target=_save_some, args=(root, _environment(server)))
+    count = 5 + seed * 7
+
+    def kill(method: str, path: str) -> None:
+        nonlocal count
+        count -= 1
+        if count == 0 and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+
+    server.on_request = kill
+    process.start()
+    process.join()
+    server.on_request = lambda method, path: None
+    found = checkpoint.steps(root)
+    assert found
+    for step in found:
+        loaded = large()
+        checkpoint.load(f"{root}/step-{step:08}", loaded)
+        assert equal(loaded, large(seed=step))
+    monkeypatch.setattr(store_commit, "LEFT", timedelta(seconds=-1))
+    checkpoint.save(f"{root}/step-00000099", large(), keep_last=1)
+    assert checkpoint.steps(root) == [99]
+    assert len(objects(root)) == 2
+
+
+def _of_ranks(rank: int, world_size: int, root: str, environment: dict[str, str]) -> Any:
+    os.environ.update(environment)
+    model, optimizer = filled(Setup("mlp", (world_size,)))
+    checkpoint.async_save(f"{root}/a", model, optimizer, {"step": 3}).result()
+    other, its = build(Setup("mlp", (world_size,), last_dim=True), seed=3)
+    give_state(its)
+    extra = checkpoint.load(f"{root}/a", other, its)
+    try:
+        checkpoint.save(f"{root}/a", model, optimizer)
+    except CheckpointError as error:
+        return wrong(other, its), extra, str(error)
+    return None
+
+
+@pytest.mark.usefixtures("new_ranks")
+def test_ranks_save_and_load(ranks: Ranks, server: Server, root: str) -> None:
+    for bad, extra, error in ranks(_of_ranks, 2, root, _environment(server)):
+        assert (bad, extra) == ([], {"step": 3})
+        assert "already exists" in error
+
+
+def test_a_forked_process_is_told_instead_of_hanging(server: Server, root: str) -> None:
+    assert checkpoint.steps(root) == []
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            checkpoint.steps(root)
+        except StoreError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert b"start it with the method 'spawn'" in os.read(read, 1000)
