@@ -20,7 +20,7 @@ DOORS = {
     "timeline.record": ("shardwise.timeline.record", 7093, 31),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        35923,
+        35955,
         154,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from itertools import product
@@ -19,8 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import checkpoint_module, fully_shard, linear_cross_entropy
+from shardwise.frontends.blocks import keep_every_second_product, keep_products
 from shardwise.frontends.cross_entropy import WholeLogitsError
 
 WIDTH, ROWS, TOKENS = 16, 301, 700  # three chunks
@@ -277,3 +280,105 @@ def _check_cut_heads(rank: int, world_size: int) -> None:
 
 def test_heads_that_are_cut_over_the_vocabulary(ranks: Any) -> None:
     ranks(_check_cut_heads, 4)
+
+
+# -- programs around it ----------------------------------------------------------------------------
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    head, (hidden, targets) = _head().double(), _data(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (loss(head, hidden, targets) for loss in (linear_cross_entropy, _whole))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, wanted)
+
+
+def _scaled(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
+    return logits * 2
+
+
+def _scaled_in_place(module: nn.Module, args: Any, logits: Tensor) -> None:
+    with torch.no_grad():
+        logits.mul_(2)
+
+
+class _Scaling(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+def test_hooks_may_look_at_the_loss_but_not_change_it() -> None:
+    hidden, targets = _data()
+    head = _head()
+    head.register_forward_hook(lambda module, args, logits: None)
+    head.register_full_backward_hook(lambda module, into, out: None)
+    linear_cross_entropy(head, hidden.requires_grad_(), targets).backward()
+    scaling = _Scaling(WIDTH, ROWS)
+    for hook in (_scaled, _scaled_in_place):
+        head = _head()
+        head.register_forward_hook(hook)
+        for each in (head, scaling):
+            with pytest.raises(WholeLogitsError, match="changes what it returns"):
+                linear_cross_entropy(each, hidden, targets)
+
+
+def test_gradients_cannot_be_differentiated_even_silently() -> None:
+    head, (hidden, targets) = _head(), _data()
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(head, hidden, targets)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    penalty = loss + grad.square().sum()
+    with pytest.raises(RuntimeError, match="twice"):
+        penalty.backward()
+
+
+def test_gradients_may_be_batched() -> None:
+    head, (hidden, targets) = _head(), _data()
+    hidden.requires_grad_()
+    factors = torch.tensor([1.0, -2.0])
+    found, wanted = (
+        torch.autograd.grad(loss(head, hidden, targets), hidden, factors, is_grads_batched=True)[0]
+        for loss in (linear_cross_entropy, _whole)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("context_fn", [keep_products, keep_every_second_product])
+def test_selective_checkpoints_keep_no_logits(context_fn: Any) -> None:
+    """What they keep is as large as hidden states and weight, which logits of three chunks pass."""
+
+    def run(loss: Any, head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+        def part(hidden: Tensor) -> Tensor:
+            return loss(head, (hidden @ torch.eye(WIDTH)).sin(), targets)
+
+        found: Tensor = checkpoint(part, hidden, use_reentrant=False, context_fn=context_fn)
+        return found
+
+    data = _data()
+    found, wanted = (
+        _results(lambda *args, loss=loss: run(loss, *args), _head(), *data)
+        for loss in (linear_cross_entropy, _whole)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def test_other_threads_and_copies_of_a_head_that_computes_a_loss_get_logits() -> None:
+    head, (hidden, targets) = _head(), _data()
+    main, found = threading.get_ident(), []
+
+    def other() -> None:
+        copied = copy.deepcopy(head)
+        found.extend([head(hidden), copied(hidden)])
+        found.extend(linear_cross_entropy(each, hidden, targets) for each in (head, copied))
+
+    def meanwhile(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == main and not found:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    handle = head.register_forward_pre_hook(meanwhile)
+    loss = linear_cross_entropy(head, hidden, targets)
+    handle.remove()
+    assert "forward" not in head.__dict__
+    torch.testing.assert_close(found, [head(hidden)] * 2 + [loss] * 2)

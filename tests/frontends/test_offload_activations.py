@@ -293,7 +293,7 @@ def _on_disk(folder: Path) -> int:
     """Bytes of a file that tensors hold; 0 once the file has gone."""
     gc.collect()
     files = [file for (_, each), file in scratch_file._shared.items() if each == folder]
-    free = sum(size * len(offsets) for file in files for size, offsets in file._free.items())
+    free = sum(size for file in files for _, size in (*file._free, *file._returned))
     return sum(file.nbytes for file in files) - free
 
 

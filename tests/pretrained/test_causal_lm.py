@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwise import checkpoint_module
 from shardwise.frontends.cross_entropy import WholeLogitsError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Logits
@@ -101,6 +103,18 @@ def test_whatever_a_model_does_with_its_logits_is_found(change: Any, found: str)
     with pytest.raises(WholeLogitsError, match=f"_Changing: found {found}"):
         causal_lm_loss(model, torch.zeros(2, 3, dtype=torch.long), x=torch.ones(2, 3, 4))
     assert model.head(torch.ones(2, 4)).shape == (2, 7)
+
+
+def test_a_head_in_a_checkpoint_of_the_model_is_refused_before_backward() -> None:
+    """Backward would compute its logits again, without a loss."""
+    model, tokens = _model("llama"), _tokens()
+    given = {"input_ids": tokens[:, :-1]}
+    loss = checkpoint(causal_lm_loss, model, tokens[:, 1:], use_reentrant=False, **given)
+    wanted = _results(model, _whole(model, tokens))
+    torch.testing.assert_close(_results(model, loss), wanted)
+    checkpoint_module(model)
+    with pytest.raises(WholeLogitsError, match="head: found it called in a checkpoint"):
+        causal_lm_loss(model, tokens[:, 1:], **given)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by an old name

@@ -10,6 +10,7 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -68,6 +69,23 @@ def test_memory_that_nobody_holds_is_used_again(tmp_path: Path) -> None:
     kept = [file.memory(5000), file.memory(5000)]
     assert address in [each.data_ptr() for each in kept]
     assert file.nbytes == 3 * 2 * ALIGNMENT
+
+
+def test_a_file_is_no_longer_than_what_is_in_use_however_sizes_vary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of activations, whose sizes differ from step to step."""
+    monkeypatch.setattr(scratch, "_EXTENT", 64 * ALIGNMENT)
+    file, random = ScratchFile(tmp_path), Random(0)
+    for step in range(300):
+        sizes = [random.randint(1, 40) for _ in range(4)]
+        kept = [file.memory(size * ALIGNMENT).fill_(i) for i, size in enumerate(sizes)]
+        random.shuffle(kept)
+        held = [(each, int(each[0])) for each in kept[:2]]
+        del kept
+        held += [(file.memory(random.randint(1, 99999)).fill_(9), 9)]
+        assert all((each == value).all() for each, value in held), step
+    assert file.nbytes < 600 * ALIGNMENT
 
 
 def test_memory_outlives_its_file(tmp_path: Path) -> None:

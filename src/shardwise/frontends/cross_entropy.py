@@ -16,7 +16,9 @@ If tensor parallelism has cut the head over the vocabulary, each rank has its co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -27,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise._torch import autograd, dtensor, losses
+from shardwise._torch import autograd, dtensor, losses, saved
 from shardwise.base.arguments import check_arguments
 from shardwise.frontends.state_dict import WrapperModule
 
@@ -72,7 +74,8 @@ def linear_cross_entropy(
     ``FullyShardedDataParallel``; be tied to the embedding; frozen; or cut over the vocabulary by
     torch's ``ColwiseParallel``. Its hooks run, and forward hooks get the loss in place of logits,
     which an ``output_dtype`` of the head's own group rounds. Backward may run again
-    (``retain_graph``), but not be differentiated. ``torch.compile`` runs all of it between graphs.
+    (``retain_graph``), but not be differentiated. Selective checkpoints keep nothing of it.
+    ``torch.compile`` runs all of it between graphs.
 
     Args:
         head: an ``nn.Linear``, with or without bias.
@@ -85,39 +88,70 @@ def linear_cross_entropy(
         A float32 scalar, in nats; float64 for a head in float64.
 
     Raises:
-        WholeLogitsError: the head is no plain ``nn.Linear``, or is cut in another way. It is a
-            ``NotImplementedError``.
+        WholeLogitsError: the head is no plain ``nn.Linear``, is cut in another way, or has a hook
+            that changes what it returns. It is a ``NotImplementedError``.
         ValueError: shapes do not fit, or there is no such reduction.
         IndexError: a target is no row of the head; on accelerators, an error of the device.
     """
     check_arguments(linear_cross_entropy, locals())
-    with returning_loss(head, targets, ignore_index, reduction):
-        return scalar(head(hidden))
+    with returning_loss(head, targets, ignore_index, reduction) as made:
+        return scalar(head(hidden), made)
 
 
 @contextlib.contextmanager
 def returning_loss(
     head: nn.Module | None, targets: torch.Tensor, ignore_index: int, reduction: Reduction
-) -> Iterator[None]:
+) -> Iterator[list[torch.Tensor]]:
     """Have ``head`` return its loss in place of logits, until the end of the block.
 
+    Other threads, and copies of the head, get logits. The list that this yields gets the losses.
+
     Raises:
-        WholeLogitsError: the head is no plain ``nn.Linear``.
+        WholeLogitsError: the head is no plain ``nn.Linear``; or it is called in a checkpoint that
+            is not around the block, and would compute logits again.
         ValueError: there is no such reduction.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: found {reduction!r}, expected 'mean' or 'sum'")
     linear = _plain_linear(head)
+    around = saved.innermost_checkpoint(), torch.is_grad_enabled()
+    made: list[torch.Tensor] = []
 
-    @autograd.disable_compile
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return _loss(linear, hidden, targets, ignore_index, reduction)
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        if around != (saved.innermost_checkpoint(), torch.is_grad_enabled()):
+            raise WholeLogitsError(
+                "head: found it called in a checkpoint, or under no_grad, that begins in the "
+                "model, and would compute its logits again in backward; begin it around the loss, "
+                "or compute the loss from whole logits"
+            )
+        loss = _loss(linear, hidden, targets, ignore_index, reduction)
+        made.append(loss)
+        return loss
 
+    asked = threading.get_ident(), id(linear)
     try:
-        linear.__dict__["forward"] = forward
-        yield
+        with _lock:
+            _asked[asked] = compute
+            # Bound, so that a deep copy runs the forward of the copy.
+            linear.__dict__["forward"] = types.MethodType(_forward, linear)
+        yield made
     finally:
-        linear.__dict__.pop("forward", None)
+        with _lock:
+            _asked.pop(asked, None)
+            if all(of != id(linear) for _, of in _asked):
+                linear.__dict__.pop("forward", None)
+
+
+#: What computes losses, by the thread that has asked for them, and the head.
+_asked: dict[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]] = {}
+_lock = threading.Lock()
+
+
+@autograd.disable_compile
+def _forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Run forward of a head that a thread has asked for its loss."""
+    compute = _asked.get((threading.get_ident(), id(self)))
+    return type(self).forward(self, hidden) if compute is None else compute(hidden)
 
 
 def _plain_linear(head: nn.Module | None) -> nn.Linear:
@@ -126,10 +160,15 @@ def _plain_linear(head: nn.Module | None) -> nn.Linear:
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         kind = type(linear)  # with its module: peft, too, has a class Linear
         found = "none" if linear is None else f"{kind.__module__}.{kind.__qualname__}"
-    elif "forward" in linear.__dict__:
-        found = f"{type(linear).__name__} with a forward of its own"
     else:
-        return linear
+        own = linear.__dict__.get("forward")
+        of_another_thread = (
+            getattr(own, "__func__", None) is _forward
+            and (threading.get_ident(), id(linear)) not in _asked
+        )
+        if own is None or of_another_thread:
+            return linear
+        found = f"{type(linear).__name__} with a forward of its own"
     raise WholeLogitsError(
         f"head: found {found}, expected an nn.Linear that computes as torch's does; "
         "compute the loss from whole logits"
@@ -174,9 +213,8 @@ def _loss(
         )
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        hidden, weight = _autocast(hidden), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
     tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias
     wanted = _Wanted(targets.flatten(), ignore_index, reduction, torch.is_grad_enabled())
     with torch.autocast(device, enabled=False):
@@ -185,11 +223,22 @@ def _loss(
     return loss if mesh is None else DTensor.from_local(loss[None], mesh, [Shard(0)])
 
 
-def scalar(loss: torch.Tensor) -> torch.Tensor:
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype of autocast, which leaves float64 as it is."""
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def scalar(loss: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
     """Return the loss that a head has returned, after its hooks.
 
+    Args:
+        loss: what the head has returned.
+        made: what :func:`returning_loss` has yielded.
+
     Raises:
-        WholeLogitsError: a hook has gathered what it takes for logits.
+        WholeLogitsError: a hook has gathered, or changed, what it takes for logits.
     """
     loss = loss.to_local() if isinstance(loss, DTensor) else loss
     if loss.numel() != 1:
@@ -197,7 +246,20 @@ def scalar(loss: torch.Tensor) -> torch.Tensor:
             "head: found output_layouts=Replicate(), expected Shard(-1), as by ColwiseParallel; "
             "compute the loss from whole logits"
         )
+    own = made[-1] if made else None
+    # In another dtype it is what an output_dtype has rounded.
+    if own is None or (loss.dtype == own.dtype and _is_changed(loss, own)):
+        raise WholeLogitsError(
+            "head: found a hook, or a __call__ of its own, that changes what it returns; "
+            "compute the loss from whole logits"
+        )
     return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _is_changed(loss: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a loss is not, as it was, what a head has computed."""
+    own = own.to_local() if isinstance(own, DTensor) else own
+    return dtensor.storage_of(loss) != dtensor.storage_of(own) or autograd.version_of(loss) > 0
 
 
 class _Wanted(NamedTuple):
@@ -233,6 +295,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """The loss of hidden states (tokens, width) under a weight and a bias."""
 
     @staticmethod
+    @saved.unseen_by_selective_checkpoints()
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
@@ -284,15 +347,24 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled() and not grad.requires_grad:
+            # To differentiate gradients has to be an error, even if they are of 1.
+            grad = grad.detach().requires_grad_()
+        return _ChunkedLoss.gradients(ctx, grad)
+
+    @staticmethod
+    @once_differentiable
+    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Multiply what forward has computed by the gradient of the loss."""
         *found, divisor = ctx.saved_tensors
         factor: torch.Tensor = grad / divisor.clamp(
             min=1
         )  # gradients are 0, and not NaN, if all are ignored
 
         def scaled(each: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            if each.dtype == factor.dtype and not losses.keeps_graph():
+            alone = not losses.keeps_graph() and not losses.is_batched(factor)
+            if alone and each.dtype == factor.dtype:
                 return each.mul_(factor)  # no other backward reads it
             return (each.to(factor.dtype) * factor).to(dtype)
 

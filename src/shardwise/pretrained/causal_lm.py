@@ -46,7 +46,8 @@ def causal_lm_loss(
 
     Raises:
         WholeLogitsError: the head is no plain ``nn.Linear``; or the model changes what its head
-            returns, as a soft cap does. It is a ``NotImplementedError``.
+            returns, as a soft cap does, or has its head in a checkpoint. It is a
+            ``NotImplementedError``.
         ValueError: shapes do not fit, or there is no such reduction.
         IndexError: a target is no row of the head; on accelerators, an error of the device.
     """
@@ -59,7 +60,7 @@ def causal_lm_loss(
     def note(module: nn.Module, args: Any, loss: torch.Tensor) -> None:
         made.append((loss, autograd.version_of(loss)))
 
-    with returning_loss(head, targets, ignore_index, reduction):
+    with returning_loss(head, targets, ignore_index, reduction) as own:
         assert head is not None
         hook = head.register_forward_hook(note)
         try:
@@ -75,7 +76,7 @@ def causal_lm_loss(
     loss, version = made[0]
     if logits is not loss or autograd.version_of(loss) != version:
         raise _changes(name, "other logits than its head returns: scaled, capped or cast")
-    return scalar(loss)
+    return scalar(loss, own)
 
 
 def _changes(model: str, found: str) -> WholeLogitsError:

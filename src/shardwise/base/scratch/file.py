@@ -103,7 +103,8 @@ class ScratchFile:
         self._nbytes = 0
         self._end = 0  # of what was ever allocated
         self._extents: list[_MappedPart] = []  # in the order of their offsets
-        self._free: dict[int, list[int]] = {}  # offsets by size
+        self._free: list[tuple[int, int]] = []  # offsets and sizes, in order
+        self._returned: list[tuple[int, int]] = []  # by finalizers, which cannot wait for a lock
         self._failed: OffloadError | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -141,7 +142,7 @@ class ScratchFile:
         view = memoryview(extent)[begin : begin + nbytes]
         memory = torch.frombuffer(view, dtype=torch.uint8)
         place = memory.data_ptr(), size, offset
-        weakref.finalize(view, _give_back, self._free.setdefault(size, []), *place)
+        weakref.finalize(view, _give_back, self._returned, *place)
         return memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -196,8 +197,9 @@ class ScratchFile:
         """
         self._check_process("setting aside")  # before the lock, which a fork finds as it was
         with self._lock:
-            if self._free.get(nbytes):
-                return self._free[nbytes].pop()
+            found = self._use_again(nbytes)
+            if found is not None:
+                return found
             try:
                 offset = self._room(nbytes)
                 if hasattr(os, "posix_fallocate"):
@@ -208,6 +210,29 @@ class ScratchFile:
             self._end = offset + nbytes
             self._nbytes += nbytes
             return offset
+
+    def _use_again(self, nbytes: int) -> int | None:
+        """Return the offset of bytes that are free again, in the smallest place that fits."""
+        while self._returned:
+            self._join(*self._returned.pop())
+        fitting = [(size, offset) for offset, size in self._free if size >= nbytes]
+        if not fitting:
+            return None
+        size, offset = min(fitting)
+        at = bisect.bisect_left(self._free, (offset, size))
+        self._free[at : at + 1] = [(offset + nbytes, size - nbytes)] if size > nbytes else []
+        return offset
+
+    def _join(self, offset: int, nbytes: int) -> None:
+        """Note that bytes are free, as one place with those beside them in the same extent."""
+        at = bisect.bisect(self._free, (offset, nbytes))
+        begins = {each.offset for each in self._extents}
+        first, last, end = at, at, offset + nbytes
+        if at and sum(self._free[at - 1]) == offset and offset not in begins:
+            first, offset = at - 1, self._free[at - 1][0]
+        if at < len(self._free) and self._free[at][0] == end and end not in begins:
+            last, end = at + 1, sum(self._free[at])
+        self._free[first:last] = [(offset, end - offset)]
 
     def _start(
         self,
@@ -372,10 +397,10 @@ _shared: weakref.WeakValueDictionary[tuple[int, Path], ScratchFile] = weakref.We
 _mapped: weakref.WeakSet[_MappedPart] = weakref.WeakSet()
 
 
-def _give_back(free: list[int], address: int, nbytes: int, offset: int) -> None:
+def _give_back(returned: list[tuple[int, int]], address: int, nbytes: int, offset: int) -> None:
     """Take memory that no tensor holds any more out of this process, and let others have it."""
     libc.let_go(address, nbytes)
-    free.append(offset)
+    returned.append((offset, nbytes))
 
 
 def _isolate() -> None:
