@@ -27,7 +27,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
@@ -49,7 +49,7 @@ _MOST_SECONDS = 60.0  # for all of these attempts
 @overload
 def step_folder(root: Path, step: int) -> Path: ...
 @overload
-def step_folder(root: StrPath, step: int) -> Place: ...
+def step_folder(root: StrPath, step: int) -> Any: ...  # text may be a folder or a URL
 def step_folder(root: StrPath, step: int) -> Place:
     """The path of the checkpoint of a step: ``root/step-00000040``.
 
@@ -83,7 +83,7 @@ def steps(root: StrPath) -> list[int]:
 @overload
 def latest(root: Path) -> Path | None: ...
 @overload
-def latest(root: StrPath) -> Place | None: ...
+def latest(root: StrPath) -> Any: ...  # text may be a folder or a URL
 def latest(root: StrPath) -> Place | None:
     """The complete checkpoint of the highest step in a folder, or ``None`` if there is none.
 
