@@ -166,7 +166,7 @@ def check_types(env: Environment) -> None:
     cache = ("--cache-dir", str(ROOT / ".mypy_cache" / "wheel"))
     run(*mypy, *cache, str(HERE / "typed.py"), cwd=env.elsewhere)
     wrong = env.elsewhere / "wrong.py"
-    wrong.write_text("from shardwise import checkpoint, fully_shrd\ncheckpoint.latest(3)\n")
+    wrong.write_text("from shardwise import checkpoint, fully_shrd\ncheckpoint.steps(3)\n")
     said = run(*mypy, *cache, str(wrong), code=1, cwd=env.elsewhere)
     expect(said, 'has no attribute "fully_shrd"', 'incompatible type "int"')
 

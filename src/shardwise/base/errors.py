@@ -99,6 +99,10 @@ class CheckpointError(ShardwiseError):
     """
 
 
+class StoreError(CheckpointError):
+    """An object store did not do what it was asked. The message has its own words."""
+
+
 class MisuseError(ValueError, AssertionError):
     """Wrong use for which torch's ``fully_shard`` raises ``AssertionError``."""
 

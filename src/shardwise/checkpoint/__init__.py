@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.base.errors import CheckpointError
+    from shardwise.base.errors import CheckpointError, StoreError
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
-    from shardwise.checkpoint.disk.place import StoreError
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load, load_weights
     from shardwise.checkpoint.ranks.moving import transfer

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from shardwise import checkpoint
+from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import commit, store_commit, store_path
 from shardwise.checkpoint.disk.manifest import NAME
-from shardwise.checkpoint.disk.place import StoreError, place_of
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
 from tests.checkpoint.small import make, same

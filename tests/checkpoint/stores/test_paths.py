@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import checkpoint
-from shardwise.checkpoint.disk.place import StoreError, absolute, place_of
+from shardwise.base.errors import StoreError
+from shardwise.checkpoint.disk.place import absolute, place_of
 from shardwise.checkpoint.disk.store_path import StorePath, words_of
 from tests.checkpoint.small import make
 

@@ -13,12 +13,13 @@ import torch
 
 from shardwise import checkpoint
 from shardwise.base.boxes import Box
+from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_reads
 from shardwise.checkpoint.disk.entries import Manifest
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.place import StoreError, place_of
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.checkpoint.disk.store_reads import StoreReads
 from tests.checkpoint.small import make

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from shardwise import checkpoint
+from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path, store_reads
-from shardwise.checkpoint.disk.place import StoreError, place_of
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
 from tests.worlds import Ranks

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, overload
 
 from shardwise.base.arguments import check_arguments
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import LockHandle, sync
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
-from shardwise.checkpoint.disk.place import Place, StoreError, StrPath, absolute, place_of
+from shardwise.checkpoint.disk.place import Place, StrPath, absolute, place_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 #: The name of a folder that is being deleted.

@@ -7,18 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise.base.errors import CheckpointError
-
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
-
-
-class StoreError(CheckpointError):
-    """An object store did not do what it was asked, or does not answer.
-
-    The message has the store's own words. It says nothing of whether a checkpoint is complete.
-    """
-
 
 #: A path, as text or as an object.
 StrPath = str | os.PathLike[str]

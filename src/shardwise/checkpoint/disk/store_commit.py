@@ -25,10 +25,9 @@ import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 
-from shardwise.base.errors import CheckpointError, lost_peer_behind
+from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
-from shardwise.checkpoint.disk.place import StoreError
 from shardwise.checkpoint.disk.store_path import StorePath
 
 MOST = timedelta(hours=1)  # from the beginning of an attempt to its commit

@@ -19,9 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.strict import refuse
-from shardwise.checkpoint.disk.place import StoreError
 
 _ON_A_NETWORK = ("s3", "s3a", "gs", "abfss")
 _HERE = ("file", "memory")

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.arguments import check_timeout
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk.commit import keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
-from shardwise.checkpoint.disk.place import Place, StoreError, StrPath, absolute
+from shardwise.checkpoint.disk.place import Place, StrPath, absolute
 from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
 from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of, shared_names
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
