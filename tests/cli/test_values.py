@@ -72,6 +72,13 @@ def here(monkeypatch: pytest.MonkeyPatch, no_world: Path) -> Path:
     return no_world
 
 
+@pytest.mark.parametrize("text", ["s3://bucket/run", "file:///tmp/run", "gs://key:secret@bucket"])
+def test_no_folder_is_made_of_a_url(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="found a URL, expected a path of this host") as e:
+        read_path(text)
+    assert "secret" not in str(e.value)
+
+
 @pytest.mark.parametrize("read", [read_name, read_path])
 @pytest.mark.parametrize("bad", BAD, ids=["empty", "null", "nobody", "of nobody", "name", "path"])
 def test_a_name_that_none_can_have_is_refused(read: Callable[[str], object], bad: str) -> None:

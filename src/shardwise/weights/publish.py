@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.files import Closing
+from shardwise.checkpoint.disk.place import folder_of
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import SavedModel, saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
@@ -83,6 +84,8 @@ def publish(
             expected = " or ".join(map(repr, forms))
             raise ValueError(f"adapters: found {adapters!r}, expected {expected}")
         quoted(name)
+        if to is not None:
+            folder_of("to", to)
         own = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
         return replace(own, contents=lambda: replace(own.contents(), dtype=dtype))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise import checkpoint
-from shardwise.base.errors import StoreError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk.place import absolute, place_of
 from shardwise.checkpoint.disk.store_path import StorePath, words_of
 from tests.checkpoint.small import make
@@ -101,3 +102,18 @@ def test_a_missing_library_names_itself(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(StoreError, match=r"pip install 'shardwise\[store\]'"):
         checkpoint.latest("memory:///a")
     assert repr(StorePath("s3://bucket/a")) == "StorePath('s3://bucket/a')"
+
+
+def test_what_knows_no_store_makes_no_folder_of_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = make()
+    for name, write in {
+        "path": lambda: checkpoint.save_hf("s3://bucket/model", model),
+        "to": lambda: shardwise.publish(model, "model", to="s3://bucket/model"),
+        "ckpt_prefix": lambda: checkpoint.save_rank_checkpoint("s3://bucket/a", model, optimizer),
+    }.items():
+        with pytest.raises((ValueError, CheckpointError), match=f"{name}: found a URL, expected"):
+            write()
+    assert not any(tmp_path.iterdir())

@@ -28,6 +28,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 import typer
 from typer.core import TyperGroup
 
+from shardwise.checkpoint.disk.place import is_url
 from shardwise.insight.schema.option import (
     BY_MODEL,
     OPTION,
@@ -49,8 +50,13 @@ def read_path(text: str | Path) -> Path:
     """Read a path, with the home folder in place of ``~`` or ``~user``.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: it is none, or a URL, of which a folder would be made.
     """
+    if is_url(os.fspath(text)):
+        raise typer.BadParameter(
+            "found a URL, expected a path of this host; in code, shardwise.checkpoint.save and "
+            "load take URLs of object stores"
+        )
     return Path(read_name(os.fspath(text)))
 
 

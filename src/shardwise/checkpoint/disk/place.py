@@ -23,11 +23,30 @@ def place_of(path: StrPath) -> Place:
     Raises:
         ValueError: the URL is of no store, or has a user name, a password or a query.
     """
-    if isinstance(path, Path) or not _URL.match(os.fspath(path)):
+    if isinstance(path, Path) or not is_url(os.fspath(path)):
         return Path(path)
     from shardwise.checkpoint.disk.store_path import StorePath  # of no use to folders
 
     return StorePath(os.fspath(path))
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL, and no path of this host."""
+    return _URL.match(text) is not None
+
+
+def folder_of(name: str, path: StrPath) -> Path:
+    """The path of this host that an argument is, where nothing else is known yet.
+
+    Raises:
+        ValueError: it is a URL, of which a folder of this host would be made.
+    """
+    if is_url(os.fspath(path)):
+        raise ValueError(
+            f"{name}: found a URL, expected a folder of this host: of what is kept in object "
+            "stores, there are the checkpoints of checkpoint.save and load"
+        )
+    return Path(path)
 
 
 def absolute(path: StrPath) -> Place:

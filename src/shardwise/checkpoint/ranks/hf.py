@@ -31,6 +31,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync, write_new
 from shardwise.checkpoint.disk.beside import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.place import folder_of
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
 from shardwise.checkpoint.formats.hf import (
     CONFIG,
@@ -80,7 +81,7 @@ def save_hf(
         CheckpointError: it could not be written, or the path exists.
     """
     wait_for_save()
-    checked(save_hf, group, locals())
+    checked(save_hf, group, locals(), lambda: folder_of("path", path))
     saved = saved_model(model)
     write_model(Path(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
 

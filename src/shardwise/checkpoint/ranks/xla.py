@@ -33,6 +33,7 @@ from shardwise.base.strict import refuse, shorten
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.beside import written_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, dtype_name
+from shardwise.checkpoint.disk.place import folder_of
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats.detect import open_rank_files
 from shardwise.checkpoint.formats.rank_files import (
@@ -58,7 +59,7 @@ SUFFIX = "_rank-*-of-*.pth"
 
 def rank_file(ckpt_prefix: str, rank: int, world_size: int) -> Path:
     """The path of a rank's file: ``<prefix>_rank-00000000-of-00000002.pth``."""
-    return Path(f"{ckpt_prefix}_rank-{rank:08}-of-{world_size:08}.pth")
+    return folder_of("ckpt_prefix", f"{ckpt_prefix}_rank-{rank:08}-of-{world_size:08}.pth")
 
 
 def save_rank_checkpoint(
