@@ -227,16 +227,7 @@ class LanguageTraining(Training):
 
     def blueprint(self, device: str = "meta") -> Blueprint:
         """Build the model."""
-        config = LlamaConfig(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            use_cache=False,
-        )
-        with torch.device(device):
-            return of_module(LlamaForCausalLM(config))
+        return of_module(small_llama(48, device))
 
 
 class WithoutLogits(LanguageTraining):
@@ -514,3 +505,17 @@ def _step(model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def small_llama(vocabulary: int, device: str = "meta") -> LlamaForCausalLM:
+    """Build a Llama of one layer and a width of 32."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config)

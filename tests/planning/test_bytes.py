@@ -11,8 +11,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
 from shardwise import PlannedStep, StrategyConfig
@@ -32,6 +30,7 @@ from tests.planning.counted import (
     WithoutLogits,
     counted,
     planned,
+    small_llama,
 )
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.
@@ -244,16 +243,7 @@ def test_a_plan_of_replicas_that_train_apart_is_exact(
 
 def test_a_plan_of_a_model_of_transformers_may_have_its_logits_in_chunks() -> None:
     """Its own loss and that in chunks are of the same targets; chunks take less memory."""
-    config = LlamaConfig(
-        vocab_size=9000,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+    model = small_llama(9000)
 
     def peak(logits: Logits) -> int:
         step = PlannedStep(batch_size=4, seq_length=512, logits=logits)

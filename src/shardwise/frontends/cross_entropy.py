@@ -190,7 +190,7 @@ def _loss(
         )
     weight: torch.Tensor = head.weight
     bias: Any = head.bias
-    rows, mesh = _Rows(0, len(weight), None), None
+    rows, mesh = _OwnRows(0, len(weight), None), None
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         each = -(-len(weight) // mesh.size())
@@ -200,7 +200,7 @@ def _loss(
                 "expected rows on every rank of one dimension, as by ColwiseParallel; "
                 "compute the loss from whole logits"
             )
-        rows = _Rows(mesh.get_local_rank() * each, len(weight), mesh.get_group())
+        rows = _OwnRows(mesh.get_local_rank() * each, len(weight), mesh.get_group())
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [Replicate()])
         # This rank's columns of the logits give a part of the gradient, which is a sum over ranks.
@@ -271,7 +271,7 @@ class _Wanted(NamedTuple):
     gradients: bool
 
 
-class _Rows(NamedTuple):
+class _OwnRows(NamedTuple):
     """The rows of the weight that this rank has: from ``first`` on, of ``total``."""
 
     first: int
@@ -302,7 +302,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         wanted: _Wanted,
-        rows: _Rows,
+        rows: _OwnRows,
     ) -> torch.Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         needed = [wanted.gradients and each for each in ctx.needs_input_grad[:3]]
