@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise import checkpoint, fully_shard
-from shardwise.optim import AdamW8bit, adamw8bit, offload
+from shardwise.optim import AdamW8bit, Lion, adamw8bit, offload
 from shardwise.optim.blocks import BLOCK
 from shardwise.optim.codes import Range, values
 from tests.ecosystem.llama import full
@@ -416,14 +416,19 @@ def test_checkpoints_go_on_on_any_mesh_as_one_process_does(threads: Ranks, tmp_p
     assert_same(_from_torchs(tmp_path, None), wanted)
 
 
-def test_another_adamw_does_not_take_codes_for_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "words"), [(torch.optim.AdamW, "torch's AdamW"), (Lion, "shardwise.optim.Lion")]
+)
+def test_another_optimizer_does_not_take_codes_for_moments(
+    other: type[torch.optim.Optimizer], words: str, tmp_path: Path
+) -> None:
     model, params, optimizer = _made(None)
     train(params, optimizer, range(1))
     checkpoint.save(tmp_path / "codes", model, optimizer)
-    other = torch.optim.AdamW(params)
-    message = "found exp_avg_codes, a state of shardwise.optim.AdamW8bit, from which torch's AdamW"
+    takes = other(params)
+    message = f"found exp_avg_codes, a state of shardwise.optim.AdamW8bit, from which {words}"
     with pytest.raises(checkpoint.CheckpointError, match=message):
-        checkpoint.load(tmp_path / "codes", model, other)
+        checkpoint.load(tmp_path / "codes", model, takes)
     with pytest.raises(ValueError, match=message):
-        offload(other, f"disk:{tmp_path}").load_state_dict(optimizer.state_dict())
-    assert not other.state
+        offload(takes, f"disk:{tmp_path}").load_state_dict(optimizer.state_dict())
+    assert not takes.state

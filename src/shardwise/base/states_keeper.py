@@ -55,24 +55,30 @@ def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 #: States by a name that no other optimizer gives to its own, and whose they are.
-_KEPT_BY = {"exp_avg_codes": "shardwise.optim.AdamW8bit"}
+_KEPT_BY = {"exp_avg_codes": "AdamW8bit"}
 
 
 def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Check that an optimizer can go on from a state; torch's would only fail when they step.
+    """Check that an optimizer can go on from a state.
+
+    Torch's would only fail when they step, and ours would leave the state where it is, unused.
 
     Args:
         optimizer: the optimizer, or one around it.
         name: of the state: ``"exp_avg"``.
 
     Raises:
-        ValueError: it is torch's, and the state is of an optimizer of ours.
+        ValueError: it is one of torch's or of ours, and the state is of another one of ours.
     """
-    innermost = type([*inside_of(optimizer)][-1])
-    if name in _KEPT_BY and innermost.__module__.startswith("torch."):
+    owner, innermost = _KEPT_BY.get(name), type([*inside_of(optimizer)][-1])
+    package = innermost.__module__.partition(".")[0]
+    kinds = {each.__name__ for each in innermost.__mro__}
+    if owner is not None and owner not in kinds and package in ("torch", "shardwise"):
+        found = "torch's " if package == "torch" else "shardwise.optim."
         raise ValueError(
-            f"found {name}, a state of {_KEPT_BY[name]}, from which torch's {innermost.__name__} "
-            f"cannot go on; load it into {_KEPT_BY[name]}, or load the model alone"
+            f"found {name}, a state of shardwise.optim.{owner}, from which "
+            f"{found}{innermost.__name__} cannot go on; load it into shardwise.optim.{owner}, or "
+            "load the model alone"
         )
 
 
