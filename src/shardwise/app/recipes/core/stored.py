@@ -74,9 +74,9 @@ class StoredRun(RunDir):
         """Check that the store answers.
 
         Raises:
-            StoreError: it does not, or refuses.
+            StoreError: it does not, refuses, or has no such bucket.
         """
-        self.is_run()
+        next(self._store.iterdir(), None)
 
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
