@@ -25,8 +25,10 @@ from shardwise.checkpoint.disk.commit import steps
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.elastic.world import JOB, PARENT_PID, World
+from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.training import Existing, OutputConfig
+from shardwise.insight.schema.training import DilocoConfig, Existing, OutputConfig
+from tests.recipes.digits import small_mnist
 from tests.recipes.running import refusal, train
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks
@@ -439,3 +441,22 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     put(place / "checkpoints" / "step-00000008" / "manifest.json", "{")
     found = Checkpoints(place / "checkpoints").damage()
     assert found is not None and found[0] == place / "checkpoints" / "step-00000008"
+
+
+def test_replicas_are_trained_into_a_store(ranks: Ranks, tmp_path: Path, host: Path) -> None:
+    options: dict[str, Any] = {"strategy": Strategy.DILOCO, "replicas": 2}
+    options["diloco"] = DilocoConfig(local_steps=2)
+    first = in_store(small_config(tmp_path, checkpoint_every=2, **options), tmp_path)
+    again = in_store(small_config(tmp_path, steps=6, **options), tmp_path, existing=Existing.RESUME)
+    assert ranks(on_host, 2, str(host), first, again) == [["finished"] * 2] * 2
+    place = again.files.place_of_checkpoints
+    assert steps(place) == steps(place / "replicas" / "1") == [4, 6]
+
+
+@pytest.mark.long
+def test_a_classifier_is_trained_into_a_store(ranks: Ranks, tmp_path: Path, host: Path) -> None:
+    config, out = small_mnist(tmp_path), place_of(f"file://{tmp_path}/store/images")
+    config = config.with_train(output=dataclasses.replace(config.train.output, out=out))
+    assert ranks(on_host, 2, str(host), config) == [["finished"]] * 2
+    assert isinstance(out, StorePath)
+    assert {"model.safetensors", "confusion.png", "report.html"} < {*out.below()}
