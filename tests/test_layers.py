@@ -51,6 +51,7 @@ INNER_LAYERS = {
         ["boxes", "errors"],
         [
             "arguments",
+            "caches",
             "lazy",
             "mixing",
             "say",

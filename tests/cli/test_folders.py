@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.cli import run as cli_run
-from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.app.recipes.core.job import free_folder, newest_folder
+from shardwise.app.recipes.core.rundir import RunDir, locked
 from tests.cli.shell import call
 
 Capture = pytest.CaptureFixture[str]

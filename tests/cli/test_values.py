@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
-from shardwise.app.cli.options import read_name, read_path, read_size
+from shardwise.app.cli.options import read_name, read_path, read_place, read_size
 from shardwise.elastic.network import parse_endpoint
 from tests.cli.shell import call, refused
 
@@ -77,6 +77,15 @@ def test_no_folder_is_made_of_a_url(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="found a URL, expected a path of this host") as e:
         read_path(text)
     assert "secret" not in str(e.value)
+
+
+def test_a_run_may_be_in_an_object_store_and_nowhere_else() -> None:
+    assert str(read_place("s3://bucket/run/")) == "s3://bucket/run"
+    assert read_place("runs/lm") == Path("runs/lm")
+    for bad in ("gs://key:secret@bucket/run", "ftp://host/run", "s3://bucket/../run"):
+        with pytest.raises(typer.BadParameter, match=r"^found .*, expected ") as caught:
+            read_place(bad)
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("read", [read_name, read_path])

@@ -17,11 +17,11 @@ from shardwise.app.recipes.core.journal import (
     Journal,
     RunRecord,
     StepMetrics,
-    TensorBoard,
     command_line,
     surroundings,
 )
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.sinks import TensorBoard
 from shardwise.runs.metrics_file import read_metrics
 
 

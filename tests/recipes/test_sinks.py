@@ -15,10 +15,9 @@ from shardwise.app.recipes.core.journal import (
     FileJournal,
     RunRecord,
     StepMetrics,
-    Wandb,
-    open_sinks,
 )
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.sinks import Wandb, open_sinks
 from shardwise.base.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig

@@ -33,7 +33,7 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.base import plain
-from shardwise.base.errors import OffloadError, UserError, lost_peer_behind
+from shardwise.base.errors import OffloadError, StoreError, UserError, lost_peer_behind
 from shardwise.elastic import starting
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, STAYS, World, find_world, launched_here
@@ -129,7 +129,7 @@ def _ending(error: BaseException) -> tuple[Ending, int, str]:
             return Ending.USER, 1, "error: standard output was closed"
         case OSError(errno=number) if number in _NO_ROOM:
             return Ending.USER, 1, f"error: {error}"
-        case OffloadError():  # it says all that a user of the disk can do
+        case OffloadError() | StoreError():  # it says all that a user of the disk can do
             return Ending.FAILED, 1, str(error)
     return Ending.FAILED, 1, trace
 

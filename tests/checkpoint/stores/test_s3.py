@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -15,12 +16,19 @@ import pytest
 import torch
 
 from shardwise import checkpoint
+from shardwise.app.recipes.core.begin import check_folder
+from shardwise.app.recipes.core.recipe import RecipeConfig
+from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path, store_reads
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
+from shardwise.elastic.world import World
+from shardwise.insight.schema.training import Existing
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
+from tests.recipes.running import train
+from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks
 
 pytest.importorskip("obstore", reason="needs obstore: install .[test]")
@@ -290,6 +298,57 @@ def test_ranks_save_and_load(ranks: Ranks, server: Server, root: str) -> None:
     for bad, extra, error in ranks(_of_ranks, 2, root, _environment(server)):
         assert (bad, extra) == ([], {"step": 3})
         assert "already exists" in error
+
+
+def _train(
+    rank: int, world_size: int, host: str, environment: dict[str, str], config: RecipeConfig
+) -> list[str]:
+    os.environ.update(environment, XDG_CACHE_HOME=host)
+    return train(rank, world_size, config)
+
+
+@pytest.mark.usefixtures("new_ranks")
+def test_a_run_goes_on_on_another_host(
+    ranks: Ranks, server: Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if requests fail at times. No credentials get into what the run writes."""
+    environment = _environment(server)
+
+    def config(steps: int, existing: Existing) -> LmConfig:
+        small = small_config(tmp_path, steps=steps, checkpoint_every=2)
+        output = dataclasses.replace(
+            small.train.output, out=place_of(f"{root}/run"), existing=existing
+        )
+        return small.with_train(output=output)
+
+    first, again = config(4, Existing.REFUSE), config(6, Existing.AUTO)
+    server.faults[:] = [
+        *(Fault("PUT", "metrics", 503), Fault("PUT", "sessions", "lost")),
+        *(Fault("GET", "run.json", 500), Fault("HEAD", "sessions", "reset", times=2)),
+    ]
+    assert ranks(_train, 2, str(tmp_path / "a"), environment, first) == [["finished"]] * 2
+    assert ranks(_train, 2, str(tmp_path / "b"), environment, again) == [["finished"]] * 2
+    assert not [each for each in server.faults if each.times]
+    assert checkpoint.steps(f"{root}/run/checkpoints") == [4, 6]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert [step for step, *_ in losses(again)] == [1, 2, 3, 4, 5, 6]
+    place = place_of(f"{root}/run")
+    assert isinstance(place, StorePath)
+    for name in place.below():
+        written = (place / name).read_small(1 << 24)
+        assert ACCESS.encode() not in written and SECRET.encode() not in written, name
+
+
+def test_a_run_does_not_begin_where_the_store_refuses(server: Server, tmp_path: Path) -> None:
+    small = small_config(tmp_path)
+    output = dataclasses.replace(small.train.output, out=place_of("s3://none/run"))
+    config = small.with_train(output=output)
+    for look in (config.files.reach, lambda: check_folder(config.check(World(0, 1, 0, 1)))):
+        with pytest.raises(StoreError, match=r"s3://none/run: cannot be listed \(404.*NoSuchB"):
+            look()
+        server.faults[:] = [Fault("GET", "list-type", 403)]
+        with pytest.raises(StoreError, match=r"s3://none/run: cannot be listed \(403 Forbidden"):
+            look()
 
 
 def test_a_forked_process_is_told_instead_of_hanging(server: Server, root: str) -> None:

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from shardwise import __version__
 from shardwise.app.cli.options import UsageError, describe, help_if_alone
-from shardwise.base.errors import UserError
+from shardwise.base.errors import StoreError, UserError
 from shardwise.base.units import printable
 from shardwise.insight.schema.words import own_option
 
@@ -108,6 +108,8 @@ def app() -> NoReturn:
         print(end="", flush=True)  # now, while an error can be reported
     except UserError as error:
         _end(str(error), error.exit_code)
+    except StoreError as error:
+        _end(str(error), 1)
     except UsageError as error:
         _end(describe(error), 2)
     except KeyboardInterrupt:

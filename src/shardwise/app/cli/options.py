@@ -28,7 +28,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 import typer
 from typer.core import TyperGroup
 
-from shardwise.checkpoint.disk.place import is_url
+from shardwise.checkpoint.disk.place import Place, is_url, place_of
 from shardwise.insight.schema.option import (
     BY_MODEL,
     OPTION,
@@ -54,10 +54,25 @@ def read_path(text: str | Path) -> Path:
     """
     if is_url(os.fspath(text)):
         raise typer.BadParameter(
-            "found a URL, expected a path of this host; in code, shardwise.checkpoint.save and "
-            "load take URLs of object stores"
+            "found a URL, expected a path of this host; of what is kept in object stores, there "
+            "are runs, with --out, and checkpoints, with shardwise.checkpoint.save and load"
         )
     return Path(read_name(os.fspath(text)))
+
+
+def read_place(text: str | os.PathLike[str]) -> Place:
+    """Read a path of this host, as :func:`read_path` does, or the URL of an object store.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    text = os.fspath(text)
+    if not is_url(text):
+        return read_path(text)
+    try:
+        return place_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("path: ")) from None
 
 
 def read_name(text: str) -> str:
@@ -223,6 +238,7 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
     int: read_integer,
     float: read_number,
     Path: read_path,
+    os.PathLike[str]: read_place,  # which may be a URL
 }
 
 

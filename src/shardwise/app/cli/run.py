@@ -216,12 +216,14 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         if WORKER_JOB in os.environ:
             out = job.config.train.output.out
             expected = "an absolute path, since workers may run in folders of their own"
-            require(out.is_absolute(), "--out", out, expected)
+            is_fixed = not isinstance(out, Path) or out.is_absolute()  # a URL is
+            require(is_fixed, "--out", out, expected)
             run_worker(world, job.run)
             return
         run_rank(world, job.run)
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
+    job.config.files.reach()
     hosts = 1
     if nodes is not None:
         nodes = replace(nodes, why_not=lambda hosts: _why_not(job, _world(hosts, processes)))

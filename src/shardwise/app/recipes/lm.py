@@ -36,6 +36,7 @@ from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.progress import progress
 from shardwise.base.units import binary_size, listed, printable
+from shardwise.checkpoint.disk.place import Place
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.sharding import Gathers
 from shardwise.insight.schema.training import OptimizerConfig
@@ -249,7 +250,7 @@ def _finish(
     model: FSDPModule,
     vocabulary: Vocabulary,
     adapters: Adapters | None,
-    checkpoint: Path,
+    checkpoint: Place,
     results: Mapping[str, float],
 ) -> Mapping[str, float]:
     """Write the adapters, if there are any, and a sample of what the trained model generates."""

@@ -33,7 +33,7 @@ from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import LockHandle, sync
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+from shardwise.checkpoint.disk.manifest import NAME, read_manifest, write_manifest
 from shardwise.checkpoint.disk.place import Place, StrPath, absolute, place_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -109,11 +109,11 @@ def latest(root: StrPath) -> Place | None:
     return None
 
 
-def damage(root: Path) -> tuple[Path, str] | None:
+def damage(root: Place) -> tuple[Place, str] | None:
     """The checkpoint of the highest step in a folder and what is wrong with it.
 
     A checkpoint gets its name and loses it in one operation. So an incomplete one was damaged, or
-    was not written by Shardwise.
+    was not written by Shardwise. In a store, one without a manifest was never there.
 
     Returns:
         Its path, and the reason why it is not complete; ``None`` if it is complete, or if there is
@@ -122,8 +122,10 @@ def damage(root: Path) -> tuple[Path, str] | None:
     for step, path in reversed(_step_folders(root)):
         try:
             check_complete(path)
+        except StoreError:
+            raise
         except CheckpointError as error:
-            if os.path.lexists(path):  # else it has been deleted in the meantime
+            if os.path.lexists(path) if isinstance(path, Path) else (path / NAME).find():
                 return step_folder(root, step), str(error)
         else:
             return None

@@ -42,10 +42,7 @@ def folder_of(name: str, path: StrPath) -> Path:
         ValueError: it is a URL, of which a folder of this host would be made.
     """
     if is_url(os.fspath(path)):
-        raise ValueError(
-            f"{name}: found a URL, expected a folder of this host: of what is kept in object "
-            "stores, there are the checkpoints of checkpoint.save and load"
-        )
+        raise ValueError(f"{name}: found a URL, expected a folder of this host")
     return Path(path)
 
 

@@ -293,12 +293,11 @@ class Saving:
 
     Attributes:
         path: absolute path of the checkpoint.
-        error: why this rank's part could not be copied; ``None`` if it was. :meth:`write` reports
-            it to the other ranks.
+        error: why this rank could not copy its part, which :meth:`write` reports; or ``None``.
+        before_commit: called on the first rank when all have written, just before the commit.
 
     Raises:
         CheckpointError: the previous save failed.
-        ValueError: ``keep_last`` is less than 1.
     """
 
     def __init__(
@@ -327,7 +326,7 @@ class Saving:
             rank=self._ranks.rank,
         )
         self.error: Exception | None = None
-        _check_keep_last(keep_last)
+        self.before_commit: Callable[[], None] = lambda: None
 
     def copy(self) -> Self:
         """Copy what this rank has to save: model, optimizer and extra may change then."""
@@ -381,6 +380,7 @@ class Saving:
             return [(plan, differs) for plan in writer.prepare_global_plan(final)]
 
         def finish(results: list[list[WriteResult]]) -> list[None]:
+            self.before_commit()
             writer.finish(metadata, results)
             self._delete_old()
             return [None] * len(results)

@@ -20,6 +20,7 @@ from typing import Self
 import torch
 
 from shardwise.base import devices
+from shardwise.base.caches import cache_folder
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, read_small, replace_file
 from shardwise.base.strict import Fields, parse, refuse
@@ -185,14 +186,13 @@ def cache_file() -> Path:
     Raises:
         MachineError: that place is not set.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+        folder = cache_folder()
     except RuntimeError:  # no HOME, and the system does not know the user
         raise MachineError("HOME", "no home folder", "one, or XDG_CACHE_HOME") from None
     # A host may be called anything.
     host = re.sub(r"[^\w.-]", "_", platform.node(), flags=re.ASCII)[:64]
-    return folder / "shardwise" / f"machine-{host or 'here'}.json"
+    return folder / f"machine-{host or 'here'}.json"
 
 
 def check_writable(path: Path) -> None:

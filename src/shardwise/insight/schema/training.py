@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from shardwise.base.errors import NotPossibleError
@@ -326,8 +326,13 @@ class DilocoConfig(Config):
 class OutputConfig(Config):
     """What a run writes, where, and how often."""
 
-    out: Path = field(
-        metadata=option("Folder of the run.", OUTPUT, metavar="PATH", on_resume=OnResume.START)
+    out: os.PathLike[str] = field(
+        metadata=option(
+            "Folder of the run, or its URL in an object store, such as s3://bucket/run.",
+            OUTPUT,
+            metavar="PATH|URL",
+            on_resume=OnResume.START,
+        )
     )
     checkpoint_every: Natural = setting(
         100, "Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Draw, Shuffle
 from shardwise.app.recipes.core.recipe import Data
+from shardwise.checkpoint.disk.place import Place
 
 
 class Shuffled:
@@ -44,7 +44,7 @@ class Shuffled:
         """Return nothing: the number of examples says where the data stand."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+    def load_state(self, state: Mapping[str, Any], where: Place) -> None:
         """Do nothing; see :meth:`state`."""
 
 
@@ -131,7 +131,7 @@ class ReadAhead:
         """Where the data stood behind the last batch that was asked for."""
         return self._data.state() if self._state is None else self._state
 
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+    def load_state(self, state: Mapping[str, Any], where: Place) -> None:
         """Go on from :meth:`state` of all ranks of any world, before the first batch.
 
         Raises:

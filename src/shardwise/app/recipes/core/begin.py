@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.position import Position
-from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig, run_dir
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import UserError
+from shardwise.checkpoint.disk.place import Place
 from shardwise.elastic.world import job_id
 from shardwise.insight.schema.option import OnResume, OptionError, flatten, option_names
 from shardwise.insight.schema.training import Existing, OutputConfig
@@ -29,13 +30,13 @@ def decided(output: OutputConfig) -> OutputConfig:
 
     This looks at the disk, so one process calls it, the launcher or rank 0, and tells the others.
     """
-    files = RunDir(output.out)
+    files = run_dir(output.out)
     if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
         return output
     if files.has_checkpoints():
         # Refused later if none of them is complete.
         return replace(output, existing=Existing.RESUME)
-    begins_anew = files.run_json.is_file()
+    begins_anew = files.is_run()
     return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
 
 
@@ -48,19 +49,21 @@ def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
     """
     steps = checkpoints.steps()
     if not steps:
-        raise OptionError(
-            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
-        )
+        found = f"no complete checkpoint in {files.place_of_checkpoints}"
+        raise OptionError("--resume", found, "one; or use --overwrite")
     if (damaged := checkpoints.damage()) is not None:
         path, problem = damaged
         raise UserError(f"--resume: {problem}; {how_to_go_on_without(path, steps[-1])}")
     return steps[-1]
 
 
-def how_to_go_on_without(damaged: Path, step: int) -> str:
+def how_to_go_on_without(damaged: Place, step: int) -> str:
     """Return what to do to go on from an older step than that of a damaged checkpoint."""
+    away = f"move {damaged} away, or delete it,"
+    if not isinstance(damaged, Path):
+        away = f"delete all that is below {damaged}/, manifest.json first,"
     return (
-        f"move {damaged} away, or delete it, to go on from step {step} "
+        f"{away} to go on from step {step} "
         f"(shardwise checkpoint verify {damaged} lists what is damaged)"
     )
 
@@ -77,21 +80,22 @@ def check_folder(inputs: Inputs) -> Position:
     """
     # The command's help needs neither, and nobody likes to wait for it.
     from shardwise.app.recipes.core.checkpointing import Checkpoints
-    from shardwise.runs.metrics_file import check_metrics
 
     output = decided(inputs.train.output)
-    files = RunDir(output.out)
+    files = run_dir(output.out)
     files.check(output)
     if output.existing is not Existing.RESUME:
         return Position()
     before = files.read()
     found = before.get("recipe")
     if found != inputs.recipe:
-        raise OptionError("--resume", f"a run of train {found} in {files.root}", "one of this kind")
+        raise OptionError(
+            "--resume", f"a run of train {found} in {files.place}", "one of this kind"
+        )
     inputs.check_same(before)
-    checkpoints = Checkpoints(files.checkpoints)
+    checkpoints = Checkpoints(files.place_of_checkpoints)
     position = checkpoints.position(newest_step(checkpoints, files))
-    check_metrics(files.metrics, position.step)
+    files.check_metrics(position.step)
     return position
 
 

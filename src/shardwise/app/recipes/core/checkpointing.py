@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardwise.app.recipes.core.position import Position
-from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.checkpoint.disk.commit import (
     damage,
     delete,
@@ -23,14 +23,17 @@ from shardwise.checkpoint.disk.commit import (
     steps,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import nn
 
+    from shardwise.app.recipes.core.rundir import RunDir
     from shardwise.checkpoint import Handle
     from shardwise.checkpoint.ranks.agreement import Ranks
+    from shardwise.checkpoint.ranks.saving import Saving
 
 T = TypeVar("T")
 
@@ -46,7 +49,7 @@ class Resumable(Protocol):
     def state(self) -> dict[str, Any]:
         """Return this rank's part of the position: tensors and plain values under its own names."""
 
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+    def load_state(self, state: Mapping[str, Any], where: Place) -> None:
         """Go on from the parts of all ranks together, in the same or another world.
 
         Raises:
@@ -105,11 +108,14 @@ class Checkpoints:
         best: the checkpoint that is kept beside the last ones, the one to be saved next included;
             None: none is.
         collected: the position of the data to save; None: what the data say themselves.
+        run: whose files the first rank publishes when it commits; None: it does nothing then.
     """
+
+    run: RunDir | None = None
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         keep_last: int | None = 2,
         data: Resumable | None = None,
         *,
@@ -133,13 +139,14 @@ class Checkpoints:
         """Return the steps of all complete checkpoints, oldest first."""
         return steps(self.folder)
 
-    def damage(self) -> tuple[Path, str] | None:
+    def damage(self) -> tuple[Place, str] | None:
         """Return the newest checkpoint and what is wrong with it; None: it is complete."""
         return damage(self.folder)
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """Return the folder of the checkpoint of a step."""
-        return step_folder(self.folder, step)
+        path: Place = step_folder(self.folder, step)
+        return path
 
     def replicas(self, step: int) -> int:
         """Return how many replicas trained apart when the checkpoint of a step was saved.
@@ -168,7 +175,7 @@ class Checkpoints:
                 found.setdefault(str(value.path[1]), {})[value.path[2]] = value.value
         return found
 
-    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Place:
         """Save all that training needs to go on. Every rank calls it.
 
         When it returns, the checkpoint is complete and on disk. If it raises, or the process is
@@ -188,11 +195,8 @@ class Checkpoints:
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        from shardwise.checkpoint import save
-
         with self._saving(position.step):
-            target, extra = self._prepared(position)
-            save(target, model, optimizer, extra, **self._options())
+            self._prepared(position, model, optimizer).write()
 
     def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start to save, and return once the state is copied. Every rank calls it.
@@ -240,10 +244,7 @@ class Checkpoints:
         Raises:
             CheckpointError: what is in the way of it cannot be deleted; on every rank.
         """
-        from shardwise.checkpoint.ranks.saving import Saving
-
-        target, extra = self._prepared(position)
-        return Saving(target, model, optimizer, extra, **self._options()).copy().write
+        return self._prepared(position, model, optimizer).copy().write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load a checkpoint into shards, in the same or another world. Every rank calls it.
@@ -272,7 +273,7 @@ class Checkpoints:
                 _set_random_state(self.device, extra, path)
         return position
 
-    def go_on(self, extra: Mapping[str, Any], where: Path) -> Position:
+    def go_on(self, extra: Mapping[str, Any], where: Place) -> Position:
         """Go on from what :meth:`extra` returned; ``where`` names it in messages.
 
         Raises:
@@ -292,34 +293,44 @@ class Checkpoints:
         self.best = Best(step, loss)
         return True
 
-    def _options(self) -> dict[str, Any]:
-        return {
-            "keep_last": self.keep_last,
-            "keep": [] if self.best is None else [self.path(self.best.step)],
-            "ignore_frozen_params": self._base is not None,
-            "group": self._group,
-        }
-
     def _is_saved(self, step: int) -> bool:
         """Whether a step has a complete checkpoint, as rank 0 sees it. Every rank calls it.
 
         Raises:
             SaveError: a rank was lost.
         """
-        doing = f"looking for {self.path(step)}"
-        with self._saving(step):
-            return self._ranks().first(doing, lambda: is_complete(self.path(step)))
 
-    def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
-        """Make way for a checkpoint; return its folder and its ``extra``.
+        def look() -> bool:
+            if self.run is not None:
+                self.run.check_session()
+            return is_complete(self.path(step))
+
+        with self._saving(step):
+            return self._ranks().first(f"looking for {self.path(step)}", look)
+
+    def _prepared(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saving:
+        """Make way for a checkpoint; return what saves it.
 
         Raises:
             CheckpointError: what is in the way cannot be deleted; on every rank of the group.
         """
+        from shardwise.checkpoint.ranks.saving import Saving
+
         target = self.path(position.step)
         # What is there is incomplete, or of a replica whose first replica was not saved.
         self._ranks().first(f"saving {target}", lambda: _make_way(target))
-        return target, self.extra(position)
+        saving = Saving(
+            *(target, model, optimizer, self.extra(position)),
+            keep_last=self.keep_last,
+            keep=[] if self.best is None else [self.path(self.best.step)],
+            ignore_frozen_params=self._base is not None,
+            group=self._group,
+        )
+        if self.run is not None:
+            saving.before_commit = self.run.publish
+        return saving
 
     def extra(self, position: Position) -> dict[str, Any]:
         """Return what belongs to a training beside its model and optimizer."""
@@ -346,10 +357,12 @@ class Checkpoints:
         try:
             yield
         except CheckpointError as error:
-            kept = self.steps()
-            since = (
-                f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
-            )
+            since = "none was saved before"
+            try:
+                if kept := self.steps():
+                    since = f"step {kept[-1]} is the last that is saved"
+            except StoreError:
+                since = "what was saved before is there"
             raise SaveError(f"checkpoint of step {step}: {error}; {since}") from error
 
 
@@ -362,12 +375,13 @@ def _resuming() -> Iterator[None]:
         raise UserError(f"--resume: {error}") from error
 
 
-def _make_way(target: Path) -> None:
+def _make_way(target: Place) -> None:
     delete(target)
-    delete_partial(target)  # two runs never train into one folder
+    if isinstance(target, Path):
+        delete_partial(target)  # two runs never train into one folder
 
 
-def _position(extra: Mapping[str, Any], path: Path) -> Position:
+def _position(extra: Mapping[str, Any], path: Place) -> Position:
     found = extra.get(_POSITION)
     match found:
         case {"step": int(step), "examples": int(examples)}:
@@ -393,7 +407,7 @@ def _random_state(device: torch.device | None) -> dict[str, dict[str, torch.Tens
     return {f"rank{dist.get_rank()}": states}
 
 
-def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: Path) -> None:
+def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: Place) -> None:
     import torch.distributed as dist
 
     from shardwise.base import devices
@@ -422,15 +436,16 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
         act: what rank 0 does; what it returns is small, and pickled.
 
     Raises:
+        StoreError: ``act`` raised one; on every rank alike.
         UserError: ``act`` raised one, or an ``OSError``; on every rank alike.
         CheckpointError: ``act`` raised anything else, or a rank was lost.
     """
     from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 
-    def part() -> T | UserError:
+    def part() -> T | UserError | StoreError:
         try:
             return act()
-        except UserError as error:
+        except (UserError, StoreError) as error:
             return error  # others raise it, too
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -439,6 +454,6 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
             return refused
 
     found = Ranks(group_for(None)).first(doing, part)
-    if isinstance(found, UserError):
+    if isinstance(found, UserError | StoreError):
         raise found
     return found

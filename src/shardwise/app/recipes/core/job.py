@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.begin import agreed_options, check_folder, compared, decided
 from shardwise.app.recipes.core.recipe import Assemble, Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import RunDir, free_folder, newest_folder
+from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
+from shardwise.insight.schema.option import require
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import Existing
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.ranks.moving import Departure
+
+
+def free_folder(default: Path) -> Path:
+    """Return the first of ``runs/lm``, ``runs/lm-2``, ... that is free for a new run."""
+    return next(root for root in _numbered(default) if not RunDir(root).is_taken())
+
+
+def newest_folder(default: Path) -> Path:
+    """Return the last of ``runs/lm``, ``runs/lm-2``, ... that has a run; the first if none has."""
+    newest = default
+    for root in _numbered(default):
+        if not RunDir(root).is_taken():
+            return newest
+        newest = root if RunDir(root).run_json.is_file() else newest
+    raise AssertionError("numbers do not end")
+
+
+def _numbered(default: Path) -> Iterator[Path]:
+    yield default
+    for number in itertools.count(2):
+        yield default.with_name(f"{default.name}-{number}")
 
 
 class Folder(enum.Enum):
@@ -59,7 +84,7 @@ class TrainingJob:
         """Note that this process is a rank of a replica that is a world of its own."""
         output = self.config.train.output
         if replica.number:
-            out = RunDir(output.out).replicas / str(replica.number)
+            out = self.config.files.replicas / str(replica.number)
             output = replace(output, out=out)
         self.config = self.config.with_train(output=output)
 
@@ -93,10 +118,10 @@ class TrainingJob:
         if self._folder is Folder.NAMED or output.existing is Existing.OVERWRITE:
             return
         if output.existing is Existing.REFUSE:
-            out = free_folder(output.out)
+            out = free_folder(Path(output.out))
             why = f"{output.out} has a run; --resume --out {output.out} continues it"
         else:
-            out = newest_folder(output.out)
+            out = newest_folder(Path(output.out))
             why = f"the newest run beside {output.out}"
         if out != output.out:
             self.chosen = f"run        {out}; {why}"
@@ -169,7 +194,23 @@ class TrainingJob:
     def check(self, world: World) -> None:
         """See :meth:`RecipeConfig.check`."""
         self.config.train.sharding.check_folders()
+        self._check_place(world)
         self._inputs, self._size = self.config.check(world), world.size
+
+    def _check_place(self, world: World) -> None:
+        """Check that what the run writes can be in an object store, if it is to be.
+
+        Raises:
+            OptionError: something is written that needs a folder.
+        """
+        out, shares = self.config.train.output.out, self.config.shares
+        if isinstance(out, Path):
+            return
+        expected = "none with a URL as --out: replicas that are worlds of their own need folders"
+        require(self.deadline is None, "--diloco-deadline", self.deadline, expected)
+        expected = f"a folder that all hosts see, for {shares}"
+        alone = not shares or world.hosts == 1
+        require(alone, "--out", f"{out} over {world.hosts} hosts", expected)
 
     def options(self) -> dict[str, Any]:
         """Return what all hosts have to agree on, by the names of the options."""

@@ -36,7 +36,7 @@ from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_lin
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
 from shardwise.base import devices, observe, plain
-from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
@@ -371,7 +371,7 @@ class Loop:
             self._wait_for_checkpoint()
             saved = self.checkpoints.steps()
             since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
-        except SaveError as error:
+        except (SaveError, StoreError) as error:
             since = str(error)
         return (
             f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "

@@ -10,6 +10,7 @@ The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.checkpoint.disk.place import Place
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.insight.schema.option import (
@@ -46,6 +48,15 @@ if TYPE_CHECKING:
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
 Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
+
+
+def run_dir(out: os.PathLike[str]) -> RunDir:
+    """Return the folder of a run, or what stands for it where it is in an object store."""
+    if isinstance(out, Path):
+        return RunDir(out)
+    from shardwise.app.recipes.core.stored import StoredRun  # few trainings need it
+
+    return StoredRun(out)
 
 
 class RecipeConfig(Config):
@@ -88,7 +99,7 @@ class RecipeConfig(Config):
     @property
     def files(self) -> RunDir:
         """The folder of the run."""
-        return RunDir(self.train.output.out)
+        return run_dir(self.train.output.out)
 
     def with_train(self, **changes: Any) -> Self:
         """Return this configuration with other settings in ``train``."""
@@ -110,6 +121,11 @@ class RecipeConfig(Config):
             OptionError: it does not fit.
         """
         resolve_sharding(self.train.sharding, world.size, world.hosts)
+
+    @property
+    def shares(self) -> str:
+        """What several hosts need in the folder of the run, for messages; empty: nothing."""
+        return ""
 
     def check_dry_run(self, world: World) -> None:
         """Check what ``--dry-run`` needs: no data, no folder.
@@ -343,7 +359,7 @@ class Task:
     close: Callable[[], None] = nothing
     base: str | None = None
     replicas: Replicas | None = None
-    finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = lambda _, results: results
+    finish: Callable[[Place, Mapping[str, float]], Mapping[str, float]] = lambda _, results: results
 
     @property
     def module(self) -> nn.Module:

@@ -35,6 +35,7 @@ from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.base.say import say
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo, Quorum
 from shardwise.diloco.coordinator import Event, EventKind, numbers_of
@@ -147,7 +148,7 @@ class ReplicaCheckpoints(Checkpoints):
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, mesh: DeviceMesh, data: Resumable | None
+        self, folder: Place, keep_last: int, mesh: DeviceMesh, data: Resumable | None
     ) -> None:
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
@@ -234,9 +235,10 @@ class ReplicaCheckpoints(Checkpoints):
             device=self.device,
         )
         checkpoints.best = self.best
+        checkpoints.run = self.run if number == 0 else None
         return checkpoints
 
-    def _folder_of(self, number: int) -> Path:
+    def _folder_of(self, number: int) -> Place:
         return self.folder if number == 0 else self.folder / REPLICAS / str(number)
 
 

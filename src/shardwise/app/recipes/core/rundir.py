@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.files import (
     LockHandle,
     content_of_lock,
@@ -34,6 +33,7 @@ from shardwise.base.files import (
 from shardwise.base.say import say
 from shardwise.base.strict import Fields, parse
 from shardwise.checkpoint.disk.companions import TOKENIZER
+from shardwise.checkpoint.disk.place import Place
 from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.training import Existing, OutputConfig
 from shardwise.runs.files import Lock, RunFiles, lock_of
@@ -50,6 +50,46 @@ _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-0
 
 class RunDir(RunFiles):
     """The folder of a run, in which a training may begin."""
+
+    @property
+    def place(self) -> Place:
+        """What the user calls it: this folder, or a URL in an object store."""
+        return self.root
+
+    @property
+    def place_of_checkpoints(self) -> Place:
+        """Where they are; of a run in an object store, in no folder."""
+        return self.place / self.checkpoints.name
+
+    def reach(self) -> None:
+        """Check that the place answers, if it is an object store."""
+
+    def claim(self) -> None:
+        """Begin a session, after which those before it save no more, if a lock cannot say that."""
+
+    def check_session(self) -> None:
+        """Check that none has begun since."""
+
+    def publish(self) -> None:
+        """Copy to the place what is in the folder, if these are not the same."""
+
+    def leave(self) -> None:
+        """Do so as a training fails, as far as that is possible."""
+
+    def check_metrics(self, step: int) -> None:
+        """Check that the metrics up to a step can be read.
+
+        Raises:
+            UserError: a line is damaged, or it is no file.
+        """
+        from shardwise.runs.metrics_file import check_metrics  # not for the command's help
+
+        check_metrics(self.metrics, step)
+
+    @contextlib.contextmanager
+    def on_disk(self, checkpoint: Place) -> Iterator[Path]:
+        """Yield a folder with a checkpoint of the run, on a disk."""
+        yield Path(checkpoint)
 
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
@@ -72,7 +112,7 @@ class RunDir(RunFiles):
         root = self.root
         if root.exists() and not root.is_dir():
             raise OptionError("--out", f"{root}, which is a file", "a folder")
-        is_run = self.run_json.is_file()
+        is_run = self.is_run()
         if is_run and (folder := next(filter(Path.is_dir, self.own_files), None)) is not None:
             raise OptionError(
                 "--out", f"{folder}, a folder", "a file, as a run writes: move it away"
@@ -106,6 +146,10 @@ class RunDir(RunFiles):
                     f"{path}, a symbolic link",
                     "no link where --overwrite deletes: remove it yourself, or take another folder",
                 )
+
+    def is_run(self) -> bool:
+        """Return whether a run is here."""
+        return self.run_json.is_file()
 
     def has_checkpoints(self) -> bool:
         """Return whether a checkpoint was ever committed here, even if damaged by now.
@@ -219,13 +263,19 @@ class RunDir(RunFiles):
             option: what named the folder, for errors.
 
         Raises:
+            StoreError: the object store does not answer.
             UserError: it cannot be read; the message names the line or the field.
         """
         try:
-            text = read_small(self.run_json, _MAX_RECORD)
-            return _checked_record(parse(text, str(self.run_json)), self)
+            where = str(self.place / self.run_json.name)
+            return _checked_record(parse(self._read_record(_MAX_RECORD), where), where)
+        except StoreError:
+            raise  # it may be there
         except CheckpointError as error:
             raise UserError(f"{option}: {error}") from None
+
+    def _read_record(self, most: int) -> bytes:
+        return read_small(self.run_json, most)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` atomically."""
@@ -233,8 +283,7 @@ class RunDir(RunFiles):
         write_text(self.run_json, text + "\n")
 
 
-def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
-    where = str(files.run_json)
+def _checked_record(record: Any, where: str) -> dict[str, Any]:
     fields = Fields(record, where)
     known = fields.all()
     for name in {"recipe", "identity"}.intersection(known):
@@ -309,27 +358,6 @@ def write_text(path: Path, text: str) -> None:
 _HOLDER = re.compile(rb"process \d+ on [^\n]*\n?")
 
 
-def free_folder(default: Path) -> Path:
-    """Return the first of ``runs/lm``, ``runs/lm-2``, ... that is free for a new run."""
-    return next(root for root in _numbered(default) if not RunDir(root).is_taken())
-
-
-def newest_folder(default: Path) -> Path:
-    """Return the last of ``runs/lm``, ``runs/lm-2``, ... that has a run; the first if none has."""
-    newest = default
-    for root in _numbered(default):
-        if not RunDir(root).is_taken():
-            return newest
-        newest = root if RunDir(root).run_json.is_file() else newest
-    raise AssertionError("numbers do not end")
-
-
-def _numbered(default: Path) -> Iterator[Path]:
-    yield default
-    for number in itertools.count(2):
-        yield default.with_name(f"{default.name}-{number}")
-
-
 @contextlib.contextmanager
 def locked(files: RunDir) -> Iterator[None]:
     """Hold the lock of a folder, so that no other run trains into it. Makes the folder.
@@ -381,7 +409,7 @@ def _lock(handle: int, files: RunDir) -> None:
         holder = content_of_lock(handle).decode(errors="replace").strip()
         raise OptionError(
             "--out",
-            f"a run that is under way in {files.root} ({holder or 'it has only begun'})",
+            f"a run that is under way in {files.place} ({holder or 'it has only begun'})",
             "another folder, or to wait until that run has ended",
         ) from None
     except OSError as error:

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,14 @@ from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_
 from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
-from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
+from shardwise.app.recipes.core.recipe import (
+    PLAN_FILE,
+    Assemble,
+    Inputs,
+    Task,
+    TrainContext,
+    run_dir,
+)
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.base import devices
 from shardwise.base.errors import UserError
@@ -40,9 +47,18 @@ from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
 from shardwise.insight.schema.option import OptionError, naming, require
 from shardwise.insight.schema.sharding import resolve_sharding
-from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
+from shardwise.insight.schema.training import (
+    AUTO,
+    Existing,
+    LogName,
+    TrainConfig,
+    steps_to_record,
+)
 from shardwise.runs.metrics_file import read_metrics
 from shardwise.transport.peers import Peers
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.sinks import Sink
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ def train(
             # Before anything is written; again under the lock, for what has ended meanwhile.
             check_folder(inputs)
             if LOCKED not in os.environ:
-                held.enter_context(locked(RunDir(inputs.train.output.out)))
+                held.enter_context(locked(inputs.config.files))
                 check_folder(inputs)
         among = world if replica is None else replica.among_all(world)
         device = _choose_device(inputs.train.device, among)
@@ -137,14 +153,15 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
     readers = place.readers
     torch.manual_seed(inputs.train.seed * readers.size + readers.rank)
     output = inputs.train.output
-    files = RunDir(output.out)
-    folder, keep = files.checkpoints, output.keep_last
+    files = run_dir(output.out)
+    folder, keep = files.place_of_checkpoints, output.keep_last
     if task.replicas is None or place.replica is not None:
         checkpoints = Checkpoints(folder, keep, task.position, device=place.device, base=task.base)
     else:
         from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
+    checkpoints.run = files
     return _Run(inputs, place, task, files, checkpoints, options, host_names)
 
 
@@ -179,7 +196,7 @@ def place_for(
 
 def _resume(run: _Run) -> Position:
     """Load the newest checkpoint, if the run goes on; return how far the run is."""
-    newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
+    newest = on_rank_zero(f"beginning in {run.files.place}", lambda: _take_folder(run))
     if newest is None:
         return Position()
     _find_best(run, newest)
@@ -194,9 +211,9 @@ def _resume(run: _Run) -> Position:
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
     resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
-    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
+    on_rank_zero(f"going on in {run.files.place}", lambda: run.files.begin(resumed))
     extra = transfer(before, (run.task.module, run.task.optimizer))
-    position = run.checkpoints.go_on(extra, run.files.root)
+    position = run.checkpoints.go_on(extra, run.files.place)
     _find_best(run, position.step)
     return position
 
@@ -246,6 +263,7 @@ def _take_folder(run: _Run) -> int | None:
         if replicas is not None and replicas.diloco.has_peers:  # further than any checkpoint
             return None
         return saved[-1] if saved else None
+    run.files.claim()  # before the look at what others have saved
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
@@ -284,10 +302,15 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         record.best(best)
     log: journal.FileJournal | None = None
     try:
-        logs, config = run.inputs.train.output.logs, facts["config"]
-        sinks = journal.open_sinks(logs, files.root, position.step, record.identity, config)
+        sinks: Sequence[Sink] = ()
+        if (logs := run.inputs.train.output.logs) - {LogName.JSONL}:
+            from shardwise.app.recipes.core.sinks import open_sinks
+
+            config = facts["config"]
+            sinks = open_sinks(logs, files.root, position.step, record.identity, config)
         log = journal.FileJournal(files, record, task.unit, position.step, sinks)
         write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
+        files.publish()
         output = run.inputs.train.output
         with journal.report_under_way(files) if output.page else contextlib.nullcontext():
             results = _train(run, position, log, signals)
@@ -301,12 +324,14 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         if log is not None:
             log.close(error)
         journal.write_report(files)
+        files.leave()
         raise
     log.close()
     record.end("finished", **results)
     if journal.write_report(files):
         say(f"report     {files.report}")
-    say(f"run        {files.root}")
+    files.publish()
+    say(f"run        {files.place}")
 
 
 def _train(

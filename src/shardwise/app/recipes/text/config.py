@@ -267,6 +267,11 @@ class LmConfig(RecipeConfig):
         return self.tokenizer or self.pretrained
 
     @property
+    def shares(self) -> str:
+        """What several hosts need in the folder of the run, for messages; empty: nothing."""
+        return "the adapters of --lora" if self.lora is not None else ""
+
+    @property
     def tokenizer_option(self) -> str:
         """The option that names the tokenizer."""
         return "--from" if self.tokenizer is None and self.pretrained else "--tokenizer"

@@ -33,7 +33,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,7 @@ from shardwise.app.recipes.text.data import Vocabulary
 from shardwise.app.recipes.text.documents import EVEN, Dealing, StreamSource
 from shardwise.base.errors import CheckpointError
 from shardwise.base.mixing import mix
+from shardwise.checkpoint.disk.place import Place
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 
@@ -231,7 +231,7 @@ class StreamBatches:
             common["commit"] = self.source.commit
         return {**common, **mine, **rest}
 
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+    def load_state(self, state: Mapping[str, Any], where: Place) -> None:
         """Go on from :meth:`state` of all ranks of any world.
 
         Raises:

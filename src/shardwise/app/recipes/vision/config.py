@@ -57,6 +57,11 @@ class VisionConfig(RecipeConfig):
     )
     data_dir: Path | None
 
+    @property
+    def shares(self) -> str:
+        """What several hosts need in the folder of the run, for messages."""
+        return "the file of weights"
+
     def blueprint_for(self, classes: int) -> Blueprint:
         """Return the same as :meth:`blueprint`, of a model that tells this many classes apart."""
         del classes

@@ -44,6 +44,7 @@ from shardwise.app.recipes.vision.config import (
 from shardwise.app.recipes.vision.files import ImageFolder
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.mixing import mix
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.tools.convert import consolidate
 from shardwise.elastic.world import World
 from shardwise.insight.blueprint import Blueprint
@@ -272,12 +273,13 @@ def vision_task(
     # One is enough, and many large images would take much memory.
     batches = ReadAhead(Shuffled(len(data.training), train.seed, read), world.size, ahead=1)
 
-    def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
+    def finish(checkpoint: Place, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
 
         def write() -> None:
             try:
-                consolidate(checkpoint, files.weights, force=True)
+                with files.on_disk(checkpoint) as folder:
+                    consolidate(folder, files.weights, force=True)
             except (CheckpointError, OSError) as error:
                 kept = f"{checkpoint} is complete"
                 raise SaveError(f"{files.weights}: {error}; {kept}") from error
