@@ -28,7 +28,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 import typer
 from typer.core import TyperGroup
 
-from shardwise.checkpoint.disk.place import is_url
+from shardwise.checkpoint.disk.place import Place, is_url, place_of
 from shardwise.insight.schema.option import (
     BY_MODEL,
     OPTION,
@@ -58,6 +58,20 @@ def read_path(text: str | Path) -> Path:
             "load take URLs of object stores"
         )
     return Path(read_name(os.fspath(text)))
+
+
+def read_place(text: str | os.PathLike[str]) -> Place:
+    """Read a path, as :func:`read_path` does, or the URL of a name in an object store.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    if not is_url(os.fspath(text)):
+        return read_path(os.fspath(text))
+    try:
+        return place_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("path: ")) from None
 
 
 def read_name(text: str) -> str:
@@ -132,6 +146,7 @@ def read_choice(values: Mapping[str, Any], text: str) -> Any:
 
 # Kinds of parameters of a command.
 PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
+PlaceArgument = partial(typer.Argument, parser=read_place, show_default=False)
 NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
 PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")

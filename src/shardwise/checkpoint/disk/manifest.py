@@ -30,6 +30,7 @@ from shardwise.base.boxes import Box, is_tiling
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
+    HARMLESS,
     MAX_DIMS,
     Fields,
     check_keys,
@@ -123,8 +124,10 @@ def read_manifest(folder: Place) -> Manifest:
     path = folder / NAME
     if isinstance(path, Path):
         return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
-    size = sum(each.size for each in path.parent.below().values())
-    return parse_manifest(path.read_small(MAX_BYTES), str(path), size)
+    text, size = path.read_small(MAX_BYTES), 0
+    if len(text) > HARMLESS:
+        size = sum(each.size for each in path.parent.below().values())
+    return parse_manifest(text, str(path), size)
 
 
 def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
