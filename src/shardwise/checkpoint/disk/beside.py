@@ -150,10 +150,13 @@ def check_name(destination: StorePath, source: Place, *, force: bool = False) ->
         DestinationError: it cannot.
         StoreError: the store does not answer.
     """
+    from shardwise.checkpoint.disk.store_commit import is_of_attempt  # of no use to folders
+
     if not destination.name:
         raise DestinationError(f"found {destination}, expected a name below the bucket")
     files = destination.below()
-    if not force and (files or destination.find() is not None):
+    taken = not all(map(is_of_attempt, files)) or destination.find() is not None
+    if taken and not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
     if f"{source}/".startswith(f"{destination}/"):
         raise DestinationError(

@@ -219,6 +219,12 @@ def delete_stored(folder: StorePath) -> None:
         mark.remove()
 
 
+def is_of_attempt(name: str) -> bool:
+    """Whether a file has a name that one attempt alone gives it; it may be a leftover."""
+    match = _SHARD.fullmatch(name)
+    return match is not None and match["nonce"] is not None
+
+
 def clean_older(mark: StorePath) -> None:
     """Delete what was left beside, if it began long enough before a mark that was just made.
 

@@ -81,6 +81,10 @@ class StoreReads(Closing):
                 stop = min(stop, piece.box.numel * entry.itemsize)
                 self.want(piece.file, piece.offset + start, piece.offset + stop)
 
+    def has(self, file: str) -> bool:
+        """Whether it is one of the files."""
+        return file in self._files
+
     def open(self, file: str) -> StoreFile:
         """Open one of the files."""
         return StoreFile(self._folder / file, self, self._files[file])

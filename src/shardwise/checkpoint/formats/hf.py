@@ -100,6 +100,8 @@ class HfSource(ExtentSource):
     def _header_of(self, file: StorePath) -> dict[str, StoredSpan]:
         """Read where the tensors of a file in an object store are."""
         assert self._reads is not None
+        if not self._reads.has(file.name):
+            raise CheckpointError(f"{file}: is missing")
         with self._reads.open(file.name) as opened:
             return read_spans(opened.read, opened.size, file)
 
