@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,21 @@ import torch
 
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
-from shardwise.checkpoint.disk import beside, store_commit
+from shardwise.checkpoint.disk import beside, commit, store_commit
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.checkpoint.formats.detect import Format, open_source
+from shardwise.checkpoint.formats.source import Source
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import differences
-from shardwise.checkpoint.tools.survey import UNFINISHED, list_checkpoints, newer_incomplete, verify
+from shardwise.checkpoint.tools.survey import (
+    UNFINISHED,
+    delete_leftovers,
+    list_checkpoints,
+    list_leftovers,
+    newer_incomplete,
+    verify,
+)
 from tests.checkpoint.small import make, same
 from tests.cli.shell import call, refused
 
@@ -62,6 +73,16 @@ def put(path: StorePath, data: bytes) -> None:
 
 def get(path: StorePath) -> bytes:
     return path.read_small(1 << 20)
+
+
+def read_tensors(source: Source) -> None:
+    for path in source.tensors:
+        source.full(path)
+
+
+def read_all(place: Place) -> None:
+    with open_source(place) as source:
+        read_tensors(source)
 
 
 def equal(one: Place, other: Place) -> bool:
@@ -221,9 +242,8 @@ def test_a_file_of_another_size_names_itself(root: StorePath, what: str) -> None
         put(shard, data[:-8] if what == "truncated" else data + b"12345678")
     (damage,) = verify(root / "a")
     assert shard.name in damage.reason
-    with pytest.raises(CheckpointError, match=shard.name), open_source(root / "a") as source:
-        for path in source.tensors:
-            source.full(path)
+    with pytest.raises(CheckpointError, match=shard.name):
+        read_all(root / "a")
 
 
 def test_a_model_that_is_replaced_while_it_is_read_names_itself(root: StorePath) -> None:
@@ -234,8 +254,7 @@ def test_a_model_that_is_replaced_while_it_is_read_names_itself(root: StorePath)
         (root / "model.safetensors").remove()
         put(root / "model.safetensors", data[:-1] + b"x")
         with pytest.raises(CheckpointError, match=r"model\.safetensors: was replaced"):
-            for path in source.tensors:
-                source.full(path)
+            read_tensors(source)
 
 
 HOSTILE = {
@@ -263,12 +282,8 @@ def test_random_bytes_in_a_header_are_refused(root: StorePath) -> None:
         changed = bytearray(data)
         changed[rng.randrange(300)] = rng.randrange(256)
         put(root / "model.safetensors", bytes(changed))
-        try:
-            with open_source(root / "model.safetensors") as source:
-                for path in source.tensors:
-                    source.full(path)
-        except CheckpointError as error:
-            assert "model.safetensors" in str(error)
+        with contextlib.suppress(CheckpointError):  # or what changed is a name
+            read_all(root / "model.safetensors")
 
 
 def test_other_formats_are_refused_by_name(root: StorePath, capsys: Capture) -> None:
@@ -413,3 +428,96 @@ def test_what_stores_do_not_get_is_refused(
     name = "out" if words[0] == "convert" else "out.pt"
     message = refused(capsys, "checkpoint", words[0], str(root / "a"), str(root / name), *words[1:])
     assert "folders of this host only" in message
+
+
+# -- what killed saves leave -----------------------------------------------------------------------
+
+
+def killed(*_: Any) -> None:
+    raise RuntimeError("killed")
+
+
+@pytest.fixture
+def die(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Save, and be killed before the commit."""
+
+    def save_half(folder: Any) -> None:
+        with monkeypatch.context() as patch:
+            for kind in (store_commit.StoreCommit, commit.Commit):
+                patch.setattr(kind, "finish", killed)
+                patch.setattr(kind, "abandon", lambda self: None)
+            with pytest.raises(CheckpointError, match="killed"):
+                save(folder)
+
+    return save_half
+
+
+def test_leftovers_in_a_store_are_deleted_once_they_are_old(
+    root: StorePath, die: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    run = save_run(root)
+    steps = run / "checkpoints"
+    before = root.below()
+    die(steps / "step-00000030")
+    (left,) = list_leftovers(run)
+    assert (left.path, left.nbytes > 0) == (steps / "step-00000030", True)
+    assert 0 <= left.age < 60 and "may still be written, for 1" in left.kept
+    delete_leftovers(run)
+    assert list_leftovers(run)[0].nbytes == left.nbytes
+    assert call("checkpoint", "ls", str(run), "--leftovers") == 0
+    assert "may still be written" in capsys.readouterr().out
+    monkeypatch.setattr(store_commit, "LEFT", timedelta(microseconds=1))
+    assert list_leftovers(steps)[0].kept == ""
+    assert call("checkpoint", "clean", str(run)) == 0
+    assert "deleted 1 of 1 leftover" in capsys.readouterr().out
+    assert root.below().keys() == before.keys()
+
+
+def test_a_model_that_was_written_half_is_a_leftover_too(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(store_commit.StoreCommit, "publish", killed)
+        patch.setattr(store_commit.StoreCommit, "abandon", lambda self: None)
+        with pytest.raises(RuntimeError, match="killed"):
+            convert(root / "a", root / "out", Format.HF)
+    assert [each.path.name for each in list_leftovers(root)] == ["out"]
+    convert(root / "a", root / "out", Format.HF)  # is not in its way
+    monkeypatch.setattr(store_commit, "LEFT", timedelta(microseconds=1))
+    delete_leftovers(root)
+    assert list_leftovers(root) == []
+    assert stored(root / "out") == {"SHARD", "model.safetensors.index.json"}
+    assert len(root.below()) == 4
+    read_all(root / "out")
+
+
+def test_leftovers_in_a_folder_are_what_nobody_holds(
+    die: Callable[[Any], None], tmp_path: Path
+) -> None:
+    save(tmp_path / "checkpoints" / "step-00000010")
+    writing = commit.Commit(tmp_path / "checkpoints" / "step-00000020")
+    die(tmp_path / "checkpoints" / "step-00000030")
+    gc.collect()  # and with it the lock of the save that was killed
+    partial = tmp_path / "checkpoints" / ".step-00000030.partial"
+    foreign = tmp_path / ".mine.partial"
+    foreign.mkdir()
+    (foreign / "thesis.pdf").write_bytes(b"x")
+    found = {each.path: each for each in list_leftovers(tmp_path)}
+    assert found.keys() == {partial, foreign}
+    assert found[partial].kept == "" and found[partial].nbytes > 0
+    assert "thesis.pdf, which is not of a checkpoint" in found[foreign].kept
+    delete_leftovers(tmp_path)
+    assert [each.path for each in list_leftovers(tmp_path)] == [foreign]
+    assert writing.partial.is_dir()
+    writing.abandon()
+
+
+def test_leftovers_of_nothing_are_an_error(
+    root: StorePath, tmp_path: Path, capsys: Capture
+) -> None:
+    for place in (root / "none", tmp_path / "none"):
+        for words in (["ls", "--leftovers"], ["clean"]):
+            assert call("checkpoint", *words, str(place)) in (1, 2)
+            error = capsys.readouterr().err
+            assert f"{place}" in error and error.count("\n") == 1

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.disk.place import Place
     from shardwise.checkpoint.formats.source import Source
     from shardwise.checkpoint.tools.diff import Difference
-    from shardwise.checkpoint.tools.survey import Damage, Listed
+    from shardwise.checkpoint.tools.survey import Damage, Leftover, Listed
 
 
 P = TypeVar("P", bound="Place")
@@ -120,14 +120,46 @@ def ls(
     directory: Annotated[
         Any, PlaceArgument(metavar="DIR", help="A run, or a folder of checkpoints; or its URL.")
     ],
+    leftovers: Annotated[
+        bool, Option("--leftovers", help="List what killed saves have left instead.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List checkpoints: step, size, whether they are complete, and the mesh they were saved on."""
-    from shardwise.checkpoint.tools.survey import list_checkpoints
+    from shardwise.checkpoint.tools.survey import list_checkpoints, list_leftovers
 
+    if leftovers:
+        with reporting_errors():
+            left = list_leftovers(existing(directory))
+        _show_leftovers(directory, left, json=json)
+        return
     with reporting_errors():
         found = list_checkpoints(existing(directory))
     _show_list(directory, found, json=json)
+
+
+@commands.command(epilog=_example("clean runs/lm"))
+def clean(
+    directory: Annotated[
+        Any, PlaceArgument(metavar="DIR", help="A run, or a folder of checkpoints; or its URL.")
+    ],
+) -> None:
+    """Delete what killed saves have left, as the next save would. See: ls --leftovers.
+
+    What a process may still be writing stays.
+    """
+    from shardwise.checkpoint.tools.survey import delete_leftovers, list_leftovers
+
+    with reporting_errors():
+        before = list_leftovers(existing(directory))
+        delete_leftovers(directory)
+        after = list_leftovers(directory)
+    gone = sum(each.nbytes for each in before) - sum(each.nbytes for each in after)
+    show(
+        f"deleted {len(before) - len(after)} of {counted(before, 'leftover')}: {binary_size(gone)}"
+    )
+    if after:
+        _show_leftovers(directory, after, json=False)
 
 
 @commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
@@ -341,6 +373,22 @@ def _show_list(where: Place, found: Sequence[Listed], *, json: bool) -> None:
     for each in found:
         if each.problem:
             console.print(_text(f"{each.path.name}: {each.problem}", style="dim"))
+
+
+def _show_leftovers(where: Place, found: Sequence[Leftover], *, json: bool) -> None:
+    """Show what killed saves have left in a folder, and when it is deleted."""
+    if json:
+        _print_json([{**dataclasses.asdict(each), "path": str(each.path)} for each in found])
+        return
+    if not found:
+        show(f"no leftovers in {where}")
+        return
+    table = _table("name", "size", "age", "deleted")
+    for each in found:
+        when = each.kept or "by the next save, or now with: shardwise checkpoint clean"
+        age = f"{each.age / 3600:,.1f} h"
+        table.add_row(_text(each.path.name), Text(binary_size(each.nbytes)), age, _text(when))
+    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False).print(table)
 
 
 def _listed(each: Listed) -> dict[str, Any]:

@@ -253,6 +253,35 @@ def clean(root: StorePath, before: float, names: Collection[str] | None = None) 
             mark.remove()
 
 
+def clean_now(root: StorePath) -> None:
+    """Delete what dead processes have left in a folder, as the next save there would.
+
+    Raises:
+        StoreError: the store does not answer, or nothing may be written or deleted.
+    """
+    mark = _mark(root / "clean", secrets.token_hex(8))
+    mark.write([b"\n"], 1)
+    try:
+        clean_older(mark)
+    finally:
+        mark.remove()
+
+
+def leftovers(root: StorePath) -> Iterator[tuple[StorePath, int, float]]:
+    """Yield the checkpoints of which attempts have left something, or are being written or deleted.
+
+    Yields:
+        The name of the checkpoint, the bytes of the attempt's files that no manifest names, and
+        when it began, in seconds of the store's clock.
+    """
+    for name, nonce, _, modified in _marks(root):
+        folder, nbytes = root / name, 0
+        if not _named(folder, nonce):
+            found = folder.listed()[1].items()
+            nbytes = sum(each.size for file, each in found if f"-{nonce}." in file)
+        yield folder, nbytes, modified
+
+
 def _marks(root: StorePath) -> Iterator[tuple[str, str, StorePath, float]]:
     for each, found in (root / _MARKS).below().items():
         match = _MARK.fullmatch(each)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,9 @@ from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import size_of
 from shardwise.checkpoint.disk.commit import (
     check_files,
+    clean,
     is_partial,
+    leftovers,
     lost_files,
     step_folder,
 )
@@ -138,6 +142,89 @@ def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed
 def _saved(manifest: Manifest) -> dict[str, Any]:
     how = {"mesh": manifest.mesh, "strategy": manifest.facts.strategy}
     return {"world_size": manifest.world_size, **how}
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a killed process has left of a checkpoint.
+
+    Attributes:
+        path: the partial folder; in an object store, the name of the checkpoint.
+        nbytes: size of its files.
+        age: seconds since it began, or, in a folder, since something was written last.
+        kept: why it is not deleted by :func:`delete_leftovers` yet; empty if it is.
+    """
+
+    path: Place
+    nbytes: int
+    age: float
+    kept: str = ""
+
+
+def list_leftovers(path: Place) -> list[Leftover]:
+    """List what killed processes have left in a run, or in a folder of checkpoints.
+
+    Args:
+        path: a run, or a folder of ``step-...`` folders; or the name of one in an object store.
+
+    Raises:
+        CheckpointError: the path does not exist.
+        OSError: it cannot be read.
+        StoreError: the object store does not answer.
+    """
+    return [each for root in _roots(path) for each in _leftovers_in(root)]
+
+
+def _leftovers_in(root: Place) -> Iterator[Leftover]:
+    now = time.time()
+    if isinstance(root, Path):
+        for partial, kept in leftovers(root):
+            with contextlib.suppress(FileNotFoundError):
+                yield Leftover(partial, size_of(partial), now - _written_last(partial), kept)
+        return
+    from shardwise.checkpoint.disk import store_commit  # of no use to folders
+
+    for folder, nbytes, began in store_commit.leftovers(root):
+        left = began + store_commit.LEFT.total_seconds() - now
+        kept = f"may still be written, for {left / 60:.0f} more minutes" if left > 0 else ""
+        yield Leftover(folder, nbytes, now - began, kept)
+
+
+def _written_last(partial: Path) -> float:
+    return max(each.lstat().st_mtime for each in (partial, *partial.iterdir()))
+
+
+def delete_leftovers(path: Place) -> None:
+    """Delete what killed processes have left, as the next save would; what may be in use stays.
+
+    Args:
+        path: as for :func:`list_leftovers`.
+
+    Raises:
+        CheckpointError: the path does not exist.
+        OSError: something cannot be deleted.
+        StoreError: the object store does not answer, or refuses.
+    """
+    for root in _roots(path):
+        if isinstance(root, Path):
+            clean(root)
+        else:
+            from shardwise.checkpoint.disk.store_commit import clean_now  # of no use to folders
+
+            clean_now(root)
+
+
+def _roots(path: Place) -> list[Place]:
+    """The folders of a run in which checkpoints are written: itself, and ``checkpoints``."""
+    inner = path / "checkpoints"
+    if isinstance(path, Path):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: found no folder there, expected one of checkpoints")
+        return [each for each in (path, inner) if isinstance(each, Path) and each.is_dir()]
+    folders, files = path.listed()
+    if not folders and not files:
+        raise CheckpointError(f"{path}: found nothing there, expected a folder of checkpoints")
+    return [path, *(each for each in folders if each == inner)]
 
 
 def newer_incomplete(path: Place, checkpoint: Place) -> list[Listed]:
