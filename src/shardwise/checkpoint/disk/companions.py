@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import write_new
 from shardwise.checkpoint.disk.place import Place, read_whole
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.disk.store_commit import StoreCommit
-
-Folder: TypeAlias = "Path | StoreCommit"
+    from shardwise.checkpoint.disk.store_path import StorePath
 
 #: The folder of a run that contains its tokenizer.
 TOKENIZER = "tokenizer"
@@ -49,6 +47,25 @@ def is_companion(name: str) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer that ``AutoTokenizer`` loads."""
     return any((folder / name).is_file() for name in TOKENIZERS)
+
+
+class NewFolder(Protocol):
+    """A checkpoint that is being written to an object store.
+
+    Attributes:
+        texts: the small files, by name, which are written when it is committed.
+    """
+
+    texts: dict[str, bytes]
+
+    def __truediv__(self, name: str) -> StorePath:
+        """The name of a large file."""
+
+    def size(self, name: str) -> int:
+        """Size of a large file that was written."""
+
+
+Folder: TypeAlias = Path | NewFolder
 
 
 def write_beside(folder: Folder, name: str, data: bytes) -> None:

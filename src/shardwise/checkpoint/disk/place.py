@@ -45,8 +45,8 @@ def folder_of(name: str, path: StrPath) -> Path:
     """
     if is_url(os.fspath(path)):
         raise ValueError(
-            f"{name}: found a URL, expected a folder of this host: of what is kept in object "
-            "stores, there are the checkpoints of checkpoint.save and load"
+            f"{name}: found a URL, expected a folder of this host; to an object store, write with "
+            "checkpoint.save, or copy with shardwise checkpoint convert"
         )
     return Path(path)
 

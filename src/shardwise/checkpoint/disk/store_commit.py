@@ -213,7 +213,9 @@ def delete_stored(folder: StorePath) -> None:
     marks = [_mark(folder, each) for each in {match["nonce"] for match in shards.values()} if each]
     for mark in marks:
         mark.write([b"\n"], 1)
-    folder.remove([name for name in _COMMITS if name in found])
+    for name in _COMMITS:
+        if name == NAME or name in found:
+            (folder / name).remove()
     folder.remove(shards)
     for mark in marks:
         mark.remove()

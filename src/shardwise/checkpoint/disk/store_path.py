@@ -217,8 +217,8 @@ class StorePath(os.PathLike[str]):
                 start, end = found.range
                 data = found.bytes() if end - start <= most else b""
                 return memoryview(data), found.meta["size"]
-        except _MissingError:
-            raise CheckpointError(f"{self}: is missing") from None
+        except _MissingError as error:
+            raise CheckpointError(str(error).replace("cannot be read", "is missing")) from None
         except _ReplacedError:
             raise CheckpointError(f"{self}: was replaced while it was read") from None
 
