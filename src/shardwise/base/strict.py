@@ -21,8 +21,6 @@ MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two
 FREE = 1 << 26  # bytes of memory that reading a file may take beyond the size of the file
 # Bytes of memory that Python takes for what each of these belongs to, at most.
 _COSTS = {b"[": 104, b"{": 248, b":": 200, b",": 48, b'"': 32}
-#: Bytes of text that take no more memory than :data:`FREE`, whatever they are.
-HARMLESS = FREE // (max(_COSTS.values()) + 8)
 _NESTED = (dict, list)  # a union would be made anew for each value of a large file
 _MAX_SAME_HASH = 16  # keys of a dict; by chance not even two have the same hash
 

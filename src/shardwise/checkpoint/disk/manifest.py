@@ -30,7 +30,7 @@ from shardwise.base.boxes import Box, is_tiling
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
-    HARMLESS,
+    FREE,
     MAX_DIMS,
     Fields,
     check_keys,
@@ -67,6 +67,7 @@ ALGORITHM = "xxh3_64"
 MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
 MAX_PIECES = 1 << 17  # of one tensor
 MAX_BLOCK = 1 << 30
+_HARMLESS = FREE // 256  # bytes, each of which takes at most 256 of memory, whatever it is
 _DIGITS = 16  # hexadecimal digits of a checksum
 # In an object store, files of each attempt to save have names of their own.
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}(-[0-9a-f]{16})?\.safetensors", re.ASCII)
@@ -125,7 +126,7 @@ def read_manifest(folder: Place) -> Manifest:
     if isinstance(path, Path):
         return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
     text, size = path.read_small(MAX_BYTES), 0
-    if len(text) > HARMLESS:
+    if len(text) > _HARMLESS:
         size = sum(each.size for each in path.parent.below().values())
     return parse_manifest(text, str(path), size)
 

@@ -13,7 +13,6 @@ import abc
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -196,23 +195,6 @@ class ReadWindow:
     def by_name(self, source: Source, paths: Mapping[str, StatePath]) -> Chunks:
         """Return what gives the bytes of tensors by their names, as writers of files take it."""
         return lambda name: self.chunks(source, paths[name])
-
-
-class NewWindow(ReadWindow):
-    """A buffer for what goes to an object store: new for each part, since parts are sent later.
-
-    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
-    to a store can be made.
-    """
-
-    def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
-        super().__init__(buffer, progress)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
-
-    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
-        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        return self._pool.submit(super().read, source, path, part).result()
 
 
 def _whole_rows(elements: int, sizes: Sequence[int]) -> int:

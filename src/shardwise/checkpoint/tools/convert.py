@@ -11,12 +11,16 @@ import contextlib
 import re
 import warnings
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shardwise.base.boxes import Box
 from shardwise.checkpoint.disk.beside import check_destination, check_name, written_beside
 from shardwise.checkpoint.disk.companions import INDEX, Folder, copy_companions
-from shardwise.checkpoint.disk.entries import dotted
+from shardwise.checkpoint.disk.entries import StatePath, dotted
 from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import unflatten
@@ -32,17 +36,35 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
-    NewWindow,
+    Progress,
     ReadWindow,
     Source,
     Watch,
     model_tensors,
+    no_progress,
     unwatched,
 )
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 
 # Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
+
+
+class _NewWindow(ReadWindow):
+    """A buffer for what goes to an object store: new for each part, since parts are sent later.
+
+    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
+    to a store can be made.
+    """
+
+    def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
+        super().__init__(buffer, progress)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
+
+    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
+        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        return self._pool.submit(super().read, source, path, part).result()
 
 
 def consolidate(
@@ -129,7 +151,7 @@ def _written(
         replaces = check_name(destination, source, force=force)
     with open_source(source) as opened:
         paths = opened.tensors if everything else model_tensors(opened).values()
-        kind = ReadWindow if isinstance(destination, Path) else NewWindow  # parts are being sent
+        kind = ReadWindow if isinstance(destination, Path) else _NewWindow  # parts are being sent
         window = kind(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
         with contextlib.ExitStack() as stack:
             target: Folder | Place = destination
