@@ -36,7 +36,9 @@ LEFT = 2 * MOST  # age of the marks of what was left
 _MARKS = ".partial"
 _MARK = re.compile(r"(?P<name>.+)\.(?P<nonce>[0-9a-f]{16})", re.ASCII | re.DOTALL)
 _SHARD = re.compile(
-    r"(?:shard|model)(?:-\d+-of-\d+)?(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors", re.ASCII
+    r"(?:shard-\d+-of-\d+|model(?:-\d+-of-\d+)?(?=-[0-9a-f]{16}\.))"
+    r"(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors",
+    re.ASCII,
 )
 _COMMITS = (NAME, INDEX)  # the files that commit, each in one format
 
@@ -213,9 +215,7 @@ def delete_stored(folder: StorePath) -> None:
     marks = [_mark(folder, each) for each in {match["nonce"] for match in shards.values()} if each]
     for mark in marks:
         mark.write([b"\n"], 1)
-    for name in _COMMITS:
-        if name == NAME or name in found:
-            (folder / name).remove()
+    (folder / NAME).remove()
     folder.remove(shards)
     for mark in marks:
         mark.remove()
