@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 
 from shardwise.base.boxes import Box, is_tiling
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
     FREE,
@@ -125,7 +125,14 @@ def read_manifest(folder: Place) -> Manifest:
     path = folder / NAME
     if isinstance(path, Path):
         return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
-    text, size = path.read_small(MAX_BYTES), 0
+    size = 0
+    try:
+        text = path.read_small(MAX_BYTES)
+    except StoreError:
+        raise
+    except CheckpointError:
+        path.parent.below()  # which raises StoreError if there is no such bucket
+        raise
     if len(text) > _HARMLESS:
         size = sum(each.size for each in path.parent.below().values())
     return parse_manifest(text, str(path), size)
