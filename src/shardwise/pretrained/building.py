@@ -102,7 +102,8 @@ def build_from(
             *(name, CONFIG, ", ".join(untied)),
         )
     model.config.name_or_path = model.name_or_path = os.fspath(name)
-    folders = [each for each in (where, source.where) if each.is_dir()]
+    both = (where, source.where)
+    folders = [each for each in both if isinstance(each, Path) and each.is_dir()]
     if model.can_generate() and any(found := [*map(opening.generation_config, folders)]):
         model.generation_config = next(filter(None, found))
     model.train(mode=False)

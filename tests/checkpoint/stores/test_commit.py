@@ -266,13 +266,15 @@ def test_what_others_keep_beside_is_left_alone(
     root: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_commit, "LEFT", timedelta(microseconds=1))
-    for name in ("step-00000001/thesis.pdf", ".partial/notes", ".partial/a/b.6f1c09d26f1c09d2"):
+    kept = [
+        *(".partial/a/b.6f1c09d26f1c09d2", ".partial/notes"),
+        *("step-00000001/model.safetensors", "step-00000001/thesis.pdf"),
+    ]
+    for name in kept:
         assert place_of(f"{root}/{name}").create(b"x")
     save(root / "step-00000001")
     commit.delete(root / "step-00000001")
-    assert names(root) == [
-        *(".partial/a/b.6f1c09d26f1c09d2", ".partial/notes", "step-00000001/thesis.pdf")
-    ]
+    assert names(root) == kept
 
 
 def _save_and_load(rank: int, world_size: int, root: str) -> tuple[list[str], list[str]]:

@@ -16,7 +16,6 @@ from shardwise.base.boxes import Box
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_reads
-from shardwise.checkpoint.disk.entries import Manifest
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.place import place_of
@@ -32,9 +31,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """All ranges that are read."""
     read, found = StorePath.read, []
 
-    def note(self: StorePath, start: int, end: int) -> tuple[memoryview, int]:
+    def note(self: StorePath, start: int, end: int, *tag: Any) -> tuple[memoryview, int]:
         found.append((self.name, start, end))
-        return read(self, start, end)
+        return read(self, start, end, *tag)
 
     monkeypatch.setattr(StorePath, "read", note)
     return found
@@ -64,7 +63,7 @@ def test_any_ranges_in_any_order_are_what_the_file_has(
         (draw.choice("ab"), start, min(3000, start + draw.choice([1, 20, 400])))
         for start in (draw.randrange(3000) for _ in range(30))
     ]
-    with StoreReads(store_of(tmp_path), Manifest((), (), {}, 16, 1)) as reads:
+    with StoreReads(store_of(tmp_path), {}) as reads:
         for each in draw.sample(ranges, 20):
             reads.want(*each)
         for name, start, end in draw.sample(ranges, 30):
@@ -208,10 +207,10 @@ def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A store that ends to answer in the middle of a load."""
     read = StorePath.read
 
-    def fail(self: StorePath, start: int, end: int) -> tuple[memoryview, int]:
+    def fail(self: StorePath, start: int, end: int, *tag: Any) -> tuple[memoryview, int]:
         if self.name != NAME and start > 0:
             raise StoreError(f"{self}: cannot be read (503 Slow Down)")
-        return read(self, start, end)
+        return read(self, start, end, *tag)
 
     monkeypatch.setattr(StorePath, "read", fail)
     return

@@ -24,9 +24,11 @@ from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path, store_reads
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
+from shardwise.checkpoint.formats.detect import open_source
 from shardwise.elastic.world import World
 from shardwise.insight.schema.training import Existing
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
+from tests.cli.shell import call
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks
@@ -185,6 +187,61 @@ def test_a_403_in_the_middle_of_a_load_is_reported(server: Server, root: str) ->
     server.faults[:] = [Fault("GET", "shard", 403, times=99, after=3)]
     with pytest.raises(CheckpointError, match=r"rank 0: .*/a/shard-.* cannot be read .403 Forbid"):
         checkpoint.load(f"{root}/a", large())
+
+
+def test_the_commands_read_and_write_in_parts(
+    server: Server, root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, loaded = large(), large(seed=1)
+    nbytes = sum(each.nbytes for each in model.parameters())
+    checkpoint.save(f"{root}/run/checkpoints/step-00000001", model)
+    before = server.got
+    assert call("checkpoint", "verify", f"{root}/run") == 0
+    assert nbytes < server.got - before < 1.02 * nbytes
+    before = server.got, server.sent
+    assert call("checkpoint", "ls", f"{root}/run") == 0
+    assert server.got - before[0] < 32 << 10
+    server.faults[:] = [Fault("GET", "shard", "cut", after=2), Fault("HEAD", "model", 503)]
+    assert call("checkpoint", "convert", f"{root}/run", f"{root}/hf", "--to", "hf") == 0
+    assert nbytes < server.sent - before[1] < 1.02 * nbytes
+    assert not [each for each in server.faults if each.times]
+    checkpoint.load_weights(f"{root}/hf", loaded)
+    assert equal(model, loaded)
+    assert call("checkpoint", "convert", f"{root}/hf", str(tmp_path / "own"), "--to", "hf") == 0
+    assert call("checkpoint", "diff", f"{root}/hf", str(tmp_path / "own")) == 0
+    refused = call("checkpoint", "convert", f"{root}/run", f"{root}/hf", "--to", "hf")
+    assert (refused, len(objects(root))) == (2, 4)
+    assert "exists; give another name, or --force" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [403, 500, "reset"])
+def test_a_store_that_fails_is_one_line_of_the_commands(
+    kind: int | str, server: Server, root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save(f"{root}/step-00000001", large())
+    server.faults[:] = [Fault(method, "", kind, times=999) for method in ("GET", "HEAD", "PUT")]
+    for words in (["ls"], ["ls", "--leftovers"], ["clean"], ["show"], ["verify"]):
+        assert call("checkpoint", *words, root) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {root}") and error.count("\n") == 1
+        assert ACCESS not in error and SECRET not in error
+    server.faults[:] = [Fault("PUT", "model-", kind, times=999)]
+    assert call("checkpoint", "convert", root, f"{root}/hf", "--to", "hf") == 1
+    assert capsys.readouterr().err.startswith(f"error: {root}/hf/model-")
+    assert len(objects(f"{root}/step-00000001")) == len(objects(root)) == 2
+
+
+def test_a_model_that_is_replaced_names_itself(server: Server, root: str) -> None:
+    for step in (1, 2):
+        checkpoint.save(f"{root}/step-0000000{step}", large(seed=step))
+    assert call("checkpoint", "consolidate", root, f"{root}/a.safetensors") == 0
+    with open_source(place_of(f"{root}/a.safetensors")) as source:
+        (path, *_) = source.tensors
+        source.full(path)
+        words = [f"{root}/step-00000001", f"{root}/a.safetensors", "--force"]
+        assert call("checkpoint", "consolidate", *words) == 0
+        with pytest.raises(CheckpointError, match=r"a\.safetensors: was replaced"):
+            source.full(path)
 
 
 def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

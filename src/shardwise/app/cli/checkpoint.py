@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from shardwise.app.cli.options import (
     Json,
     Layers,
     PathArgument,
+    PlaceArgument,
     help_if_alone,
     read_name,
     read_size,
@@ -37,10 +38,13 @@ from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.entries import StatePath
+    from shardwise.checkpoint.disk.place import Place
     from shardwise.checkpoint.formats.source import Source
     from shardwise.checkpoint.tools.diff import Difference
-    from shardwise.checkpoint.tools.survey import Damage, Listed
+    from shardwise.checkpoint.tools.survey import Damage, Leftover, Listed
 
+
+P = TypeVar("P", bound="Place")
 
 commands = typer.Typer(
     name="checkpoint",
@@ -49,9 +53,11 @@ commands = typer.Typer(
 )
 
 Checkpoint = Annotated[
-    Path,
-    PathArgument(
-        metavar="SRC", help="A checkpoint of any format, or a run (its newest complete checkpoint)."
+    Any,  # a Place: typer takes no unions
+    PlaceArgument(
+        metavar="SRC",
+        help="A checkpoint of any format, or a run (its newest complete checkpoint); a folder, or "
+        "a URL of an object store.",
     ),
 ]
 Buffer = Annotated[
@@ -98,13 +104,13 @@ def reporting_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def existing(path: Path) -> Path:
-    """Return the path of something that exists.
+def existing(path: P) -> P:
+    """Return the path of something that exists. Of an object store, that is found out later.
 
     Raises:
         UserError: nothing does.
     """
-    if not path.exists():
+    if isinstance(path, Path) and not path.exists():
         raise UserError(f"found nothing at {path}, expected a checkpoint")
     return path
 
@@ -112,16 +118,48 @@ def existing(path: Path) -> Path:
 @commands.command(epilog=_example("ls runs/lm"))
 def ls(
     directory: Annotated[
-        Path, PathArgument(metavar="DIR", help="A run, or a folder of checkpoints.")
+        Any, PlaceArgument(metavar="DIR", help="A run, or a folder of checkpoints; or its URL.")
     ],
+    leftovers: Annotated[
+        bool, Option("--leftovers", help="List what killed saves have left instead.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List checkpoints: step, size, whether they are complete, and the mesh they were saved on."""
-    from shardwise.checkpoint.tools.survey import list_checkpoints
+    from shardwise.checkpoint.tools.survey import list_checkpoints, list_leftovers
 
+    if leftovers:
+        with reporting_errors():
+            left = list_leftovers(existing(directory))
+        _show_leftovers(directory, left, json=json)
+        return
     with reporting_errors():
         found = list_checkpoints(existing(directory))
     _show_list(directory, found, json=json)
+
+
+@commands.command(epilog=_example("clean runs/lm"))
+def clean(
+    directory: Annotated[
+        Any, PlaceArgument(metavar="DIR", help="A run, or a folder of checkpoints; or its URL.")
+    ],
+) -> None:
+    """Delete what killed saves have left, as the next save would. See: ls --leftovers.
+
+    What a process may still be writing stays.
+    """
+    from shardwise.checkpoint.tools.survey import delete_leftovers, list_leftovers
+
+    with reporting_errors():
+        before = list_leftovers(existing(directory))
+        delete_leftovers(directory)
+        after = list_leftovers(directory)
+    gone = sum(each.nbytes for each in before) - sum(each.nbytes for each in after)
+    show(
+        f"deleted {len(before) - len(after)} of {counted(before, 'leftover')}: {binary_size(gone)}"
+    )
+    if after:
+        _show_leftovers(directory, after, json=False)
 
 
 @commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
@@ -169,8 +207,8 @@ def show_(
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
 def diff(
-    first: Annotated[Path, PathArgument(metavar="A")],
-    second: Annotated[Path, PathArgument(metavar="B")],
+    first: Annotated[Any, PlaceArgument(metavar="A")],
+    second: Annotated[Any, PlaceArgument(metavar="B")],
     layers: Layers = False,
     buffer: Buffer = DEFAULT_BUFFER,
     json: Json = False,
@@ -195,11 +233,11 @@ def diff(
 def consolidate(
     src: Checkpoint,
     dst: Annotated[
-        Path,
-        PathArgument(
+        Any,
+        PlaceArgument(
             metavar="DST",
             help="file.safetensors; file.pt, .pth or .bin; or a name without an extension, for a "
-            "folder of safetensors files.",
+            "folder of safetensors files; or a URL of an object store.",
         ),
     ],
     max_shard_size: Annotated[
@@ -224,7 +262,10 @@ def consolidate(
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
 def convert(
     src: Checkpoint,
-    dst: Target,
+    dst: Annotated[
+        Any,
+        PlaceArgument(metavar="DST", help="The folder to write, or its URL in an object store."),
+    ],
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
     max_shard_size: Annotated[int | None, ShardSize(help="Largest size of a file, for hf.")] = None,
     force: Force = False,
@@ -289,7 +330,7 @@ _WIDE = 10_000  # columns of a list that is not shown in a terminal: each checkp
 
 
 def _write(
-    doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
+    doing: str, run: Callable[..., object], src: Place, dst: Place, *more: Any, **options: Any
 ) -> None:
     """Write a checkpoint in another form, and show what was written."""
     with (
@@ -303,7 +344,7 @@ def _write(
         show(f"note: {note.message}")
 
 
-def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:
+def _show_list(where: Place, found: Sequence[Listed], *, json: bool) -> None:
     """Show the checkpoints of a folder."""
     if json:
         _print_json([_listed(each) for each in found])
@@ -334,6 +375,22 @@ def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:
             console.print(_text(f"{each.path.name}: {each.problem}", style="dim"))
 
 
+def _show_leftovers(where: Place, found: Sequence[Leftover], *, json: bool) -> None:
+    """Show what killed saves have left in a folder, and when it is deleted."""
+    if json:
+        _print_json([{**dataclasses.asdict(each), "path": str(each.path)} for each in found])
+        return
+    if not found:
+        show(f"no leftovers in {where}")
+        return
+    table = _table("name", "size", "age", "deleted")
+    for each in found:
+        when = each.kept or "by the next save, or now with: shardwise checkpoint clean"
+        age = f"{each.age / 3600:,.1f} h"
+        table.add_row(_text(each.path.name), Text(binary_size(each.nbytes)), age, _text(when))
+    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False).print(table)
+
+
 def _listed(each: Listed) -> dict[str, Any]:
     fields = dataclasses.asdict(each)
     return {
@@ -344,7 +401,7 @@ def _listed(each: Listed) -> dict[str, Any]:
     }
 
 
-def _show_damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
+def _show_damages(where: Place, found: Sequence[Damage], *, json: bool) -> None:
     """Show what ``verify`` found."""
     if json:
         _print_json({"path": str(where), "damaged": [dataclasses.asdict(each) for each in found]})
@@ -436,7 +493,7 @@ def _contents(source: Source, *, values: bool) -> dict[str, Any]:
 
 
 def _show_differences(
-    first: Path, second: Path, found: Sequence[Difference], *, layers: bool, json: bool
+    first: Place, second: Place, found: Sequence[Difference], *, layers: bool, json: bool
 ) -> None:
     """Show the differences of two checkpoints; JSON always has all of them."""
     if json:
@@ -476,24 +533,34 @@ def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
     )
 
 
-def _show_written(path: Path) -> None:
+def _show_written(path: Place) -> None:
     """Show what was written, and what ``from_pretrained`` will miss in it."""
-    from shardwise.checkpoint.disk.companions import has_tokenizer
+    from shardwise.checkpoint.disk.companions import TOKENIZERS
+    from shardwise.checkpoint.disk.place import read_whole
     from shardwise.checkpoint.formats.detect import Format, format_of
     from shardwise.checkpoint.formats.hf import CONFIG
 
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
-    size = sum(file.stat().st_size for file in files)
-    what = "" if path.is_file() else f" in {counted(files, 'file')}"
-    show(f"wrote {path}: {binary_size(size)}{what}")
-    if not path.is_dir() or format_of(path) is not Format.HF:
+    sizes = _sizes(path)
+    what = f" in {counted(sizes, 'file')}" if sizes.keys() != {path.name} else ""
+    show(f"wrote {path}: {binary_size(sum(sizes.values()))}{what}")
+    if path.name in sizes or format_of(path) is not Format.HF:
         return
-    if not (path / CONFIG).exists():
+    if CONFIG not in sizes:
         show(f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one")
         return
-    config = json_module.loads((path / CONFIG).read_bytes())
-    if "vocab_size" in config and not has_tokenizer(path):
+    config = json_module.loads(read_whole(path / CONFIG, sizes[CONFIG]))
+    if "vocab_size" in config and not sizes.keys() & {*TOKENIZERS}:
         show(f"note: AutoTokenizer needs a tokenizer in {path}; the source has none, so add one")
+
+
+def _sizes(path: Place) -> dict[str, int]:
+    """The bytes of a file, or of the files of a folder, by their names."""
+    if isinstance(path, Path):
+        files = [path] if path.is_file() else sorted(filter(Path.is_file, path.iterdir()))
+        return {each.name: each.stat().st_size for each in files}
+    file = path.find()
+    found = path.listed()[1] if file is None else {path.name: file}
+    return {name: each.size for name, each in found.items()}
 
 
 def _table(*columns: str) -> Table:

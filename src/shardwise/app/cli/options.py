@@ -147,6 +147,7 @@ def read_choice(values: Mapping[str, Any], text: str) -> Any:
 
 # Kinds of parameters of a command.
 PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
+PlaceArgument = partial(typer.Argument, parser=read_place, show_default=False)
 NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
 PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")

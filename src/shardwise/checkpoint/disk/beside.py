@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
 from shardwise.checkpoint.disk.companions import is_companion
+from shardwise.checkpoint.disk.place import Place
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StorePath
 
 _MAX_NAME = 255  # bytes of a file name on Linux
 
@@ -119,8 +124,47 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
 
 def _belongs(path: Path) -> bool:
     """Whether a file has the name of a file of a checkpoint, of any format."""
-    return path.is_file() and (
-        path.suffix in (".safetensors", ".distcp", ".json")
-        or path.name in (".metadata", "README.md")
-        or is_companion(path.name)
+    return path.is_file() and _has_name(path.name)
+
+
+def _has_name(name: str) -> bool:
+    return (
+        name.endswith((".safetensors", ".distcp", ".json"))
+        or name in (".metadata", "README.md")
+        or is_companion(name)
     )
+
+
+def check_name(destination: StorePath, source: Place, *, force: bool = False) -> Collection[str]:
+    """Check that a name in an object store can be written to, before anything is read.
+
+    Args:
+        destination: the name.
+        source: the checkpoint that is read.
+        force: replace an object of that name, or a folder that contains nothing but a checkpoint.
+
+    Returns:
+        The files below that are replaced.
+
+    Raises:
+        DestinationError: it cannot.
+        StoreError: the store does not answer.
+    """
+    from shardwise.checkpoint.disk.store_commit import is_of_attempt  # of no use to folders
+
+    if not destination.name:
+        raise DestinationError(f"found {destination}, expected a name below the bucket")
+    files = destination.below()
+    taken = not all(map(is_of_attempt, files)) or destination.find() is not None
+    if taken and not force:
+        raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
+    if f"{source}/".startswith(f"{destination}/"):
+        raise DestinationError(
+            f"{destination} is, or contains, the checkpoint that is read; give another name"
+        )
+    if other := next((name for name in files if "/" in name or not _has_name(name)), None):
+        raise DestinationError(
+            f"{destination} contains {other}, which is not part of a checkpoint; nothing was "
+            "replaced"
+        )
+    return files

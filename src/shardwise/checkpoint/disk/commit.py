@@ -25,7 +25,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, overload
 
@@ -387,18 +387,47 @@ def delete_partial(folder: Path) -> None:
         )
 
 
+def leftovers(root: Path) -> list[tuple[Path, str]]:
+    """The partial folders in a folder that no process holds, as :func:`clean` finds them.
+
+    Returns:
+        Their paths, and why :func:`clean` leaves one alone; empty if it does not.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    with contextlib.ExitStack() as held, _names_locked(root):
+        return [
+            (path, _why_kept(path, lock))
+            for path, lock in _locked_partials(root.iterdir(), held)
+            if lock is not _LockAttempt.TAKEN
+        ]
+
+
+def _why_kept(partial: Path, lock: _LockAttempt) -> str:
+    if lock is _LockAttempt.UNSUPPORTED:
+        return "this file system has no locks; delete it if no run saves here"
+    foreign = next((name for name in os.listdir(partial) if not _OURS.fullmatch(name)), None)
+    return "" if foreign is None else f"contains {foreign}, which is not of a checkpoint"
+
+
+def _locked_partials(
+    paths: Iterable[Path], held: contextlib.ExitStack
+) -> Iterator[tuple[Path, _LockAttempt]]:
+    """Yield those that are partial folders, each with an attempt to hold its lock."""
+    for path in paths:
+        if is_partial(path) and not path.is_symlink() and path.is_dir():
+            with contextlib.suppress(OSError):  # not ours to open, or just deleted
+                yield path, held.enter_context(_locked(path))
+
+
 def _delete_leftovers(root: Path, only: Path | None, free: Collection[_LockAttempt]) -> None:
     """Delete partial folders, all of ``root`` or one, whose locks are in one of these states."""
     doomed = []
     with contextlib.ExitStack() as held:
         with _names_locked(root):
-            for path in root.iterdir() if only is None else [only]:
-                if not is_partial(path) or path.is_symlink() or not path.is_dir():
-                    continue
-                try:
-                    lock = held.enter_context(_locked(path))
-                except OSError:  # not ours to open, or just deleted
-                    continue
+            paths = root.iterdir() if only is None else [only]
+            for path, lock in _locked_partials(paths, held):
                 # A process that deletes a checkpoint just published cannot lock it: its publisher
                 # may still hold the lock. So the folder can disappear here at any time.
                 with contextlib.suppress(FileNotFoundError):
@@ -409,7 +438,7 @@ def _delete_leftovers(root: Path, only: Path | None, free: Collection[_LockAttem
 
 
 def _is_ours(partial: Path) -> bool:
-    return all(_OURS.fullmatch(name) for name in os.listdir(partial))
+    return not _why_kept(partial, _LockAttempt.HELD)
 
 
 def _rename_away(folder: Path) -> Path:

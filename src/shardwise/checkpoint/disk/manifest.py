@@ -27,9 +27,10 @@ from typing import Any
 import xxhash
 
 from shardwise.base.boxes import Box, is_tiling
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
+    FREE,
     MAX_DIMS,
     Fields,
     check_keys,
@@ -66,6 +67,7 @@ ALGORITHM = "xxh3_64"
 MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
 MAX_PIECES = 1 << 17  # of one tensor
 MAX_BLOCK = 1 << 30
+_HARMLESS = FREE // 256  # bytes, each of which takes at most 256 of memory, whatever it is
 _DIGITS = 16  # hexadecimal digits of a checksum
 # In an object store, files of each attempt to save have names of their own.
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}(-[0-9a-f]{16})?\.safetensors", re.ASCII)
@@ -123,8 +125,17 @@ def read_manifest(folder: Place) -> Manifest:
     path = folder / NAME
     if isinstance(path, Path):
         return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
-    size = sum(each.size for each in path.parent.below().values())
-    return parse_manifest(path.read_small(MAX_BYTES), str(path), size)
+    size = 0
+    try:
+        text = path.read_small(MAX_BYTES)
+    except StoreError:
+        raise
+    except CheckpointError:
+        path.parent.below()  # which raises StoreError if there is no such bucket
+        raise
+    if len(text) > _HARMLESS:
+        size = sum(each.size for each in path.parent.below().values())
+    return parse_manifest(text, str(path), size)
 
 
 def parse_manifest(text: bytes, where: str, size: int) -> Manifest:

@@ -198,7 +198,7 @@ class PieceReader(Closing):
 def _reads_of(folder: StorePath, manifest: Manifest) -> StoreReads:
     from shardwise.checkpoint.disk.store_reads import StoreReads  # of no use to folders
 
-    return StoreReads(folder, manifest)
+    return StoreReads(folder, manifest.files, manifest.block)
 
 
 class _OpenFile(Closing):

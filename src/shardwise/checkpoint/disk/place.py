@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from shardwise.base.files import Links, read_small
+
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
 
@@ -42,8 +44,21 @@ def folder_of(name: str, path: StrPath) -> Path:
         ValueError: it is a URL, of which a folder of this host would be made.
     """
     if is_url(os.fspath(path)):
-        raise ValueError(f"{name}: found a URL, expected a folder of this host")
+        raise ValueError(
+            f"{name}: found a URL, expected a folder of this host; to an object store, write with "
+            "checkpoint.save, or copy with shardwise checkpoint convert"
+        )
     return Path(path)
+
+
+def read_whole(path: Place, most: int) -> bytes:
+    """Read a file of at most ``most`` bytes. Symbolic links are followed.
+
+    Raises:
+        CheckpointError: it is missing, or larger, or no regular file.
+        StoreError: the object store does not answer.
+    """
+    return read_small(path, most, Links.FOLLOW) if isinstance(path, Path) else path.read_small(most)
 
 
 def absolute(path: StrPath) -> Place:

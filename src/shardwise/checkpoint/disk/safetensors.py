@@ -77,9 +77,25 @@ def read_header(file: Path) -> dict[str, StoredSpan]:
     """
     handle, size = open_file(file, Links.FOLLOW)
     try:
-        data, fields = read_fields(partial(read_exactly, handle, file=file), size, file)
+        return read_spans(partial(read_exactly, handle, file=file), size, file)
     finally:
         os.close(handle)
+
+
+def read_spans(
+    read: Callable[[memoryview, int], None], size: int, file: Place
+) -> dict[str, StoredSpan]:
+    """Read where every tensor of an open file is; see :func:`read_header`.
+
+    Args:
+        read: fills memory from a byte of the file on.
+        size: size of the file in bytes.
+        file: its path, for error messages.
+
+    Raises:
+        CheckpointError: it is not a safetensors file, or its header does not describe it.
+    """
+    data, fields = read_fields(read, size, file)
     places = {
         name: _place(name, entry, f"{file}, {name!r}", data)
         for name, entry in fields.items()
@@ -131,7 +147,7 @@ def _place(name: str, entry: Any, where: str, data: int) -> StoredSpan:
     return StoredSpan(info, data + offsets[0])
 
 
-def _check_order(places: Mapping[str, StoredSpan], data: int, size: int, file: Path) -> None:
+def _check_order(places: Mapping[str, StoredSpan], data: int, size: int, file: Place) -> None:
     """Check that tensors follow each other from the header to the end of the file."""
     at = data
     for name, place in sorted(

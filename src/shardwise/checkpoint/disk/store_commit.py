@@ -6,7 +6,7 @@
 
 Each attempt writes files of its own names, so that no two overwrite each other's. The commit is one
 request that makes the manifest unless there is one. A checkpoint is what its manifest names: no one
-looks at other files.
+looks at other files. A model for Hugging Face has its index in place of the manifest.
 
 A mark tells of files that no manifest may ever name. Only time says that nobody is going to commit
 them: an attempt gives up an hour after it began, by its own clock. So the next save deletes what
@@ -22,10 +22,11 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
+from shardwise.checkpoint.disk.companions import INDEX
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -34,7 +35,12 @@ MOST = timedelta(hours=1)  # from the beginning of an attempt to its commit
 LEFT = 2 * MOST  # age of the marks of what was left
 _MARKS = ".partial"
 _MARK = re.compile(r"(?P<name>.+)\.(?P<nonce>[0-9a-f]{16})", re.ASCII | re.DOTALL)
-_SHARD = re.compile(r"shard-\d+-of-\d+(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors", re.ASCII)
+_SHARD = re.compile(
+    r"(?:shard-\d+-of-\d+|model(?:-\d+-of-\d+)?(?=-[0-9a-f]{16}\.))"
+    r"(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors",
+    re.ASCII,
+)
+_COMMITS = (NAME, INDEX)  # the files that commit, each in one format
 
 
 class StoreCommit:
@@ -42,35 +48,45 @@ class StoreCommit:
 
     Args:
         folder: name of the checkpoint.
+        last: the file that commits.
+        replaces: the files of the checkpoint that is replaced; none if there must not be one.
+
+    Attributes:
+        texts: the small files beside the shards, by name, which the commit writes.
 
     Raises:
         CheckpointError: there is one.
         StoreError: the store does not answer.
     """
 
-    def __init__(self, folder: StorePath) -> None:
+    def __init__(self, folder: StorePath, last: str = NAME, replaces: Collection[str] = ()) -> None:
         if not folder.name:
             raise CheckpointError(f"{folder}: expected a name below the bucket")
         self.folder = folder
+        self.texts: dict[str, bytes] = {}
+        self._last, self._replaces = last, replaces
         self._nonce = secrets.token_hex(8)
         self._files: list[str] = []
         self._sent = False  # the manifest, so that nothing may be deleted before it is withdrawn
-        if (folder / NAME).find() is not None:
+        if not replaces and (folder / last).find() is not None:
             raise CheckpointError(
                 f"{folder}: already exists, expected a new name; nothing was written"
             )
         self._began = time.monotonic()
         self._mark = _mark(folder, self._nonce)
         self._mark.write([b"\n"], 1)
-        mine = self._mark.find()
         with contextlib.suppress(StoreError):  # it may be that this process may not delete
-            if mine is not None:
-                clean(folder.parent, (mine.modified - LEFT).timestamp())
+            clean_older(self._mark)
 
     def file(self, rank: int, world_size: int) -> StorePath:
         """The name of a rank's file, which no other attempt has."""
-        name = shard_name(rank, world_size).replace(".", f"-{self._nonce}.")
-        self._files.append(name)
+        return self / shard_name(rank, world_size)
+
+    def __truediv__(self, name: str) -> StorePath:
+        """A name that no other attempt has, for a file that is called ``name`` in a folder."""
+        name = name.replace(".", f"-{self._nonce}.")
+        if name not in self._files:
+            self._files.append(name)
         return self.folder / name
 
     def size(self, name: str) -> int:
@@ -88,24 +104,53 @@ class StoreCommit:
                 hour, or files have disappeared.
             StoreError: the store does not answer; whether it has committed may not be known.
         """
-        text, path = manifest_bytes(manifest), self.folder / NAME
-        parse_manifest(text, str(path), sum(manifest.files.values()))
+        self.texts[NAME] = manifest_bytes(manifest)
+        parse_manifest(self.texts[NAME], str(self.folder / NAME), sum(manifest.files.values()))
+        self.publish(manifest.files)
+
+    def publish(self, files: Mapping[str, int] | None = None) -> None:
+        """Write the small files, and last the one that commits.
+
+        Args:
+            files: bytes of the others; ``None`` for those that were named by this process.
+
+        Raises:
+            CheckpointError: as by :meth:`finish`.
+            StoreError: as by :meth:`finish`.
+        """
+        files = {name: self.size(name) for name in self._files} if files is None else files
+        text = self.texts.pop(self._last)
         taken = time.monotonic() - self._began
         if taken > MOST.total_seconds():
             raise CheckpointError(
                 f"{self.folder}: was written in {taken:,.0f} s, expected at most "
                 f"{MOST.total_seconds():,.0f}: others may take its files for leftovers by now"
             )
-        self._put(path, text)
-        for reason in self.folder.lost(manifest.files).values():
+        for name, small in self.texts.items():
+            self._put_small(self.folder / name, small)
+        self._put(self.folder / self._last, text)
+        for reason in self.folder.lost(files).values():
             self._withdraw(text)
             raise CheckpointError(f"{reason}; the checkpoint was withdrawn")
-        with contextlib.suppress(StoreError):  # a mark does no harm
+        with contextlib.suppress(StoreError):  # a mark does no harm, nor does what is not named
+            self.folder.remove({*self._replaces} - {*files, *self.texts, self._last})
             self._mark.remove()
+
+    def _put_small(self, path: StorePath, data: bytes) -> None:
+        if path.name in self._replaces:
+            path.write([data], len(data))
+        elif not path.create(data) and path.read_small(len(data)) != data:
+            raise CheckpointError(
+                f"{path}: found one of another model, which was not committed, or is being "
+                "written; give another name, or delete it"
+            )
 
     def _put(self, path: StorePath, text: bytes) -> None:
         try:
             self._sent = True
+            if self._last in self._replaces:
+                path.write([text], len(text))
+                return
             made = path.create(text)
         except StoreError:
             if self._is_mine(text):
@@ -120,7 +165,7 @@ class StoreCommit:
 
     def _is_mine(self, text: bytes) -> bool:
         try:
-            return (self.folder / NAME).read_small(MAX_BYTES) == text
+            return (self.folder / self._last).read_small(MAX_BYTES) == text
         except StoreError:
             raise
         except CheckpointError:
@@ -128,18 +173,35 @@ class StoreCommit:
 
     def _withdraw(self, text: bytes) -> None:
         if self._is_mine(text):
-            (self.folder / NAME).remove()
+            (self.folder / self._last).remove()
         self._sent = False
 
     def abandon(self) -> None:
         """Delete what was written, but for what a manifest may name, if the store answers."""
         with contextlib.suppress(StoreError):
             if self._sent and _named(self.folder, self._nonce):
-                (self.folder / NAME).remove()
+                (self.folder / self._last).remove()
             self.folder.remove(self._files)
             failed = sys.exception()
             if isinstance(failed, CheckpointError) and lost_peer_behind(failed) is None:
                 self._mark.remove()  # else a rank may still be writing
+
+
+@contextlib.contextmanager
+def committed(
+    folder: StorePath, last: str, replaces: Collection[str] = ()
+) -> Iterator[StoreCommit]:
+    """Write a checkpoint from one process: what is named in the block is committed at its end.
+
+    If the block raises, what it wrote is deleted. See :class:`StoreCommit` for the arguments.
+    """
+    attempt = StoreCommit(folder, last, replaces)
+    try:
+        yield attempt
+        attempt.publish()
+    except BaseException:
+        attempt.abandon()
+        raise
 
 
 def delete_stored(folder: StorePath) -> None:
@@ -159,6 +221,23 @@ def delete_stored(folder: StorePath) -> None:
         mark.remove()
 
 
+def is_of_attempt(name: str) -> bool:
+    """Whether a file has a name that one attempt alone gives it; it may be a leftover."""
+    match = _SHARD.fullmatch(name)
+    return match is not None and match["nonce"] is not None
+
+
+def clean_older(mark: StorePath) -> None:
+    """Delete what was left beside, if it began long enough before a mark that was just made.
+
+    Raises:
+        StoreError: the store does not answer, or nothing may be deleted.
+    """
+    mine = mark.find()
+    if mine is not None:
+        clean(mark.parent.parent, (mine.modified - LEFT).timestamp())
+
+
 def clean(root: StorePath, before: float, names: Collection[str] | None = None) -> None:
     """Delete what dead processes have left in a folder.
 
@@ -176,6 +255,35 @@ def clean(root: StorePath, before: float, names: Collection[str] | None = None) 
             mark.remove()
 
 
+def clean_now(root: StorePath) -> None:
+    """Delete what dead processes have left in a folder, as the next save there would.
+
+    Raises:
+        StoreError: the store does not answer, or nothing may be written or deleted.
+    """
+    mark = _mark(root / "clean", secrets.token_hex(8))
+    mark.write([b"\n"], 1)
+    try:
+        clean_older(mark)
+    finally:
+        mark.remove()
+
+
+def leftovers(root: StorePath) -> Iterator[tuple[StorePath, int, float]]:
+    """Yield the checkpoints of which attempts have left something, or are being written or deleted.
+
+    Yields:
+        The name of the checkpoint, the bytes of the attempt's files that no manifest names, and
+        when it began, in seconds of the store's clock.
+    """
+    for name, nonce, _, modified in _marks(root):
+        folder, nbytes = root / name, 0
+        if not _named(folder, nonce):
+            found = folder.listed()[1].items()
+            nbytes = sum(each.size for file, each in found if f"-{nonce}." in file)
+        yield folder, nbytes, modified
+
+
 def _marks(root: StorePath) -> Iterator[tuple[str, str, StorePath, float]]:
     for each, found in (root / _MARKS).below().items():
         match = _MARK.fullmatch(each)
@@ -190,10 +298,14 @@ def _mark(folder: StorePath, nonce: str) -> StorePath:
 
 def _named(folder: StorePath, nonce: str) -> bool:
     """Whether a manifest names files of an attempt, or cannot be read, so that it might."""
+    return any(_names(folder / each, nonce) for each in _COMMITS)
+
+
+def _names(commit: StorePath, nonce: str) -> bool:
     try:
-        text = (folder / NAME).read_small(MAX_BYTES)
+        text = commit.read_small(MAX_BYTES)
     except StoreError:
         raise
     except CheckpointError:
-        return (folder / NAME).find() is not None
+        return commit.find() is not None
     return nonce.encode() in text

@@ -40,10 +40,19 @@ class StoredObject(NamedTuple):
 
     size: int
     modified: datetime
+    tag: str | None  # another one once it is replaced
+
+
+def _object(found: Any) -> StoredObject:
+    return StoredObject(found["size"], found["last_modified"], found["e_tag"])
 
 
 class _MissingError(StoreError):
     """There is no such object, or no such bucket."""
+
+
+class _ReplacedError(StoreError):
+    """There is another object of that name."""
 
 
 class StorePath(os.PathLike[str]):
@@ -112,13 +121,22 @@ class StorePath(os.PathLike[str]):
 
     def iterdir(self) -> Iterator[StorePath]:
         """Yield what is directly below, as if it were a folder."""
+        folders, files = self.listed()
+        yield from sorted({*folders, *(self / name for name in files)}, key=str)
+
+    def listed(self) -> tuple[list[StorePath], dict[str, StoredObject]]:
+        """What is directly below: what looks like folders, and the objects by their names."""
         obstore = _obstore()
         with self._asking("be listed"):
             found = obstore.list_with_delimiter(self._store(), self._key or None)
-        names = {*found["common_prefixes"], *(each["path"] for each in found["objects"])}
-        for name in sorted(names):
+        folders, files = [], {}
+        for prefix in sorted(found["common_prefixes"]):
             with contextlib.suppress(ValueError):  # a key that no checkpoint has
-                yield StorePath(self._root + name)
+                folders.append(StorePath(self._root + prefix))
+        for each in found["objects"]:
+            with contextlib.suppress(ValueError):
+                files[StorePath(self._root + each["path"]).name] = _object(each)
+        return folders, files
 
     def below(self) -> dict[str, StoredObject]:
         """The objects whose names begin with this one, by the rest of their names."""
@@ -126,9 +144,7 @@ class StorePath(os.PathLike[str]):
         with self._asking("be listed"):
             batches = list(obstore.list(self._store(), self._key or None))
         return {
-            each["path"].removeprefix(self._key).lstrip("/"): StoredObject(
-                each["size"], each["last_modified"]
-            )
+            each["path"].removeprefix(self._key).lstrip("/"): _object(each)
             for batch in batches
             for each in batch
         }
@@ -141,7 +157,7 @@ class StorePath(os.PathLike[str]):
                 found = obstore.head(self._store(), self._key)
         except _MissingError:
             return None
-        return StoredObject(found["size"], found["last_modified"])
+        return _object(found)
 
     def lost(self, files: Mapping[str, int]) -> dict[str, str]:
         """The files below that are missing or have other sizes, with the reason.
@@ -159,14 +175,20 @@ class StorePath(os.PathLike[str]):
                 lost[name] = f"{path}: found {found.size:,} bytes, expected {size:,}"
         return lost
 
-    def read(self, start: int, end: int) -> tuple[memoryview, int]:
+    def read(self, start: int, end: int, tag: str | None = None) -> tuple[memoryview, int]:
         """Read a range of the object, and its size.
 
+        Args:
+            start: the first byte.
+            end: one past the last byte.
+            tag: of the object that is meant; ``None`` for whatever is there.
+
         Raises:
-            CheckpointError: it is missing, or ends before.
+            CheckpointError: it is missing, has been replaced, or ends before.
             StoreError: it cannot be read.
         """
-        data, size = self._get(end - start, range=(start, end))
+        match = {} if tag is None else {"if_match": tag}
+        data, size = self._get(end - start, range=(start, end), **match)
         if data.nbytes != end - start:
             raise CheckpointError(
                 f"{self}: found {data.nbytes:,} bytes from byte {start} on, expected "
@@ -195,14 +217,16 @@ class StorePath(os.PathLike[str]):
                 start, end = found.range
                 data = found.bytes() if end - start <= most else b""
                 return memoryview(data), found.meta["size"]
-        except _MissingError:
-            raise CheckpointError(f"{self}: is missing") from None
+        except _MissingError as error:
+            raise CheckpointError(str(error).replace("cannot be read", "is missing")) from None
+        except _ReplacedError:
+            raise CheckpointError(f"{self}: was replaced while it was read") from None
 
     def write(self, chunks: Iterable[bytes | memoryview], size: int) -> None:
         """Write an object in parts, while they are made. If that raises, there is no object.
 
         Args:
-            chunks: its bytes.
+            chunks: its bytes, each in memory that does not change until all are written.
             size: how many bytes these are.
 
         Raises:
@@ -264,6 +288,8 @@ class StorePath(os.PathLike[str]):
             yield
         except errors.AlreadyExistsError:
             raise FileExistsError(str(self)) from None
+        except errors.PreconditionError as error:
+            raise _ReplacedError(f"{self}: cannot {to} ({words_of(error)})") from None
         except FileNotFoundError as error:
             if error.errno is not None:  # of what is written, not of the store
                 raise

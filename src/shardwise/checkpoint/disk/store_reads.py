@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardwise.base.boxes import Box
 from shardwise.base.files import Closing
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.entries import TensorEntry
 from shardwise.checkpoint.disk.store_path import StorePath
 
 _PART = 8 << 20  # bytes of a request
@@ -42,12 +43,20 @@ class StoreReads(Closing):
 
     Args:
         folder: name of the checkpoint.
-        manifest: its manifest.
+        files: bytes that its files should have.
+        block: bytes that one checksum covers.
+        tags: what tells some of the files from others of the same name; see :meth:`StorePath.read`.
     """
 
-    def __init__(self, folder: StorePath, manifest: Manifest) -> None:
-        self._folder = folder
-        self._manifest = manifest
+    def __init__(
+        self,
+        folder: StorePath,
+        files: Mapping[str, int],
+        block: int = 1,
+        tags: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
+        self._folder, self._files = folder, files
+        self._block, self._tags = block, tags
         self._parts: list[_RangeRead] = []
         self._of_file: dict[str, list[_RangeRead]] = {}  # sorted, without overlaps
         self._asked: dict[_RangeRead, None] = {}  # in order
@@ -60,7 +69,7 @@ class StoreReads(Closing):
 
     def expect(self, parts: Iterable[tuple[TensorEntry, Box]]) -> None:
         """Plan to read parts of tensors, in this order: of each, all blocks with some of it."""
-        block = self._manifest.block
+        block = self._block
         for entry, box in parts:
             for piece in entry.pieces:
                 common = piece.box.intersection(box)
@@ -72,9 +81,13 @@ class StoreReads(Closing):
                 stop = min(stop, piece.box.numel * entry.itemsize)
                 self.want(piece.file, piece.offset + start, piece.offset + stop)
 
+    def has(self, file: str) -> bool:
+        """Whether it is one of the files."""
+        return file in self._files
+
     def open(self, file: str) -> StoreFile:
         """Open one of the files."""
-        return StoreFile(self._folder / file, self, self._manifest.files[file])
+        return StoreFile(self._folder / file, self, self._files[file])
 
     def want(self, file: str, start: int, end: int) -> None:
         """Plan to read a range of a file."""
@@ -129,7 +142,8 @@ class StoreReads(Closing):
             self._drop(other)  # it was asked for first, and has not been needed
         part.left = part.left if part.left > 0 else size
         path = self._folder / part.file
-        part.answer = self._pool.submit(path.read, part.start, part.end)
+        tag = self._tags.get(part.file)
+        part.answer = self._pool.submit(path.read, part.start, part.end, tag)
         self._asked[part] = None
         self._held += size
 

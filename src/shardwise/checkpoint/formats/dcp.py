@@ -132,6 +132,7 @@ class DcpSource(ExtentSource):
         CheckpointError: there is no checkpoint, or its metadata is damaged or hostile.
     """
 
+    where: Path
     versions = None
 
     def __init__(self, where: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
@@ -21,6 +22,7 @@ from shardwise.checkpoint.formats.filenames import (
 from shardwise.checkpoint.formats.source import Source
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StorePath
     from shardwise.checkpoint.formats.rank_files import RankSource
 
 _DCP = ".metadata"
@@ -51,16 +53,23 @@ class Format(Enum):
     RANKS = "ranks"
 
 
-def find_checkpoint(path: Path) -> Path:
+@overload
+def find_checkpoint(path: Path) -> Path: ...
+@overload
+def find_checkpoint(path: Place) -> Place: ...
+def find_checkpoint(path: Place) -> Place:
     """Find the checkpoint that a path means: the path itself, or the newest complete one of a run.
 
     Args:
         path: a checkpoint, a folder of ``step-...`` folders, or a folder that contains such a
-            folder named ``checkpoints``.
+            folder named ``checkpoints``; or the name of one of these in an object store.
 
     Raises:
         CheckpointError: there is none.
+        StoreError: the object store does not answer.
     """
+    if not isinstance(path, Path):
+        return _find_stored(path)[0]
     if not path.exists():
         raise CheckpointError(f"{path}: found nothing there, expected a checkpoint")
     if format_of(path) is Format.RANKS:
@@ -81,6 +90,18 @@ def find_checkpoint(path: Path) -> Path:
         "a .safetensors file (hf), a file of torch.save, files of all ranks, or step-... folders, "
         "one of them complete"
     )
+
+
+def _find_stored(path: StorePath) -> tuple[StorePath, Format]:
+    if (form := format_of(path)) is not None:
+        return path, form
+    newest = latest(path) or latest(path / "checkpoints")
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: found no checkpoint; expected {MANIFEST}, {_INDEX}, a .safetensors file, or "
+            "step-... folders, one of them complete"
+        )
+    return newest, Format.SHARDWISE
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -133,8 +154,19 @@ def steps_root(path: Path) -> Path:
     return inner if inner.is_dir() and not steps(path) else path
 
 
-def format_of(path: Path) -> Format | None:
-    """The format of a checkpoint, or ``None`` if it is not known. Nothing in it is read."""
+def format_of(path: Place) -> Format | None:
+    """The format of a checkpoint, or ``None`` if it is not known. Nothing in it is read.
+
+    Raises:
+        StoreError: the object store does not answer.
+    """
+    if not isinstance(path, Path):
+        suffix = Path(path.name).suffix
+        if suffix in (".safetensors", *TORCH_SUFFIXES, _LIGHTNING) and path.find() is not None:
+            return Format.HF if suffix == ".safetensors" else Format.TORCH
+        if (path / MANIFEST).find() is not None:  # which a list may lack
+            return Format.SHARDWISE
+        return format_among(path.listed()[1])
     if path.is_file():
         if path.suffix == ".safetensors":
             return Format.HF
@@ -151,19 +183,28 @@ def format_of(path: Path) -> Format | None:
     return Format.RANKS if sets_of_rank_files(path) else None
 
 
+def format_among(names: Iterable[str]) -> Format | None:
+    """The format of a checkpoint in an object store, by the names of its files."""
+    names = set(names)
+    if MANIFEST in names or any(re.fullmatch(r"shard-\d+-of-\d+.*\.safetensors", n) for n in names):
+        return Format.SHARDWISE  # even without a manifest, so that the error says so
+    if _DCP in names:
+        return Format.DCP
+    return Format.HF if any(name.endswith(".safetensors") for name in names) else None
+
+
 def open_source(path: Place) -> Source:
     """Open a checkpoint of any format. Close it, or use it in a ``with`` statement.
 
     Args:
-        path: as for :func:`find_checkpoint`; in an object store, of Shardwise's own format.
+        path: as for :func:`find_checkpoint`; in an object store, of Shardwise's own format, or
+            ``hf``.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     if not isinstance(path, Path):
-        from shardwise.checkpoint.formats.native import open_stored
-
-        return open_stored(path)
+        return _open_stored(*_find_stored(path))
     path = find_checkpoint(path)
     parts = sorted(each.name for each in path.glob(_PARTS))
     if parts:
@@ -193,6 +234,23 @@ def open_source(path: Place) -> Source:
             from shardwise.checkpoint.formats.hf import HfSource
 
             return HfSource(path)
+
+
+def _open_stored(path: StorePath, form: Format) -> Source:
+    match form:
+        case Format.SHARDWISE:
+            from shardwise.checkpoint.formats.native import ShardwiseSource
+
+            return ShardwiseSource(path)
+        case Format.HF:
+            from shardwise.checkpoint.formats.hf import HfSource
+
+            return HfSource(path)
+        case _:
+            raise CheckpointError(
+                f"{path}: found a checkpoint of another format ({form.value}) "
+                "in an object store, expected shardwise or hf there; copy it to a folder"
+            )
 
 
 def open_rank_files(files: Sequence[Path]) -> RankSource:

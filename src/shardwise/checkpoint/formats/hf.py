@@ -16,19 +16,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import xxhash
 
 from shardwise.base.boxes import full_box, row_major
-from shardwise.base.errors import CheckpointError
-from shardwise.base.files import Links, read_small, write_new
+from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
+from shardwise.checkpoint.disk.companions import INDEX, Folder, write_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.safetensors import read_header, write_safetensors
+from shardwise.checkpoint.disk.place import Place, read_whole
+from shardwise.checkpoint.disk.safetensors import (
+    StoredSpan,
+    read_header,
+    read_spans,
+    write_safetensors,
+)
 from shardwise.checkpoint.formats.source import (
     Extent,
     ExtentSource,
@@ -37,7 +43,10 @@ from shardwise.checkpoint.formats.source import (
     model_tensors,
 )
 
-INDEX = "model.safetensors.index.json"
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_path import StoredObject, StorePath
+    from shardwise.checkpoint.disk.store_reads import StoreReads
+
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -56,26 +65,52 @@ class HfSource(ExtentSource):
     """A model in this format, or in a single safetensors file.
 
     Args:
-        where: the folder, or a ``.safetensors`` file.
+        where: the folder, or a ``.safetensors`` file; or its name in an object store, whose files
+            must not be replaced while they are read.
 
     Raises:
         CheckpointError: there is no model, or its index or a header is damaged.
+        StoreError: the object store does not answer.
     """
 
-    def __init__(self, where: Path) -> None:
-        super().__init__(where)
+    def __init__(self, where: Place) -> None:
+        folder: Place = where
+        self._reads: StoreReads | None = None
+        if not isinstance(where, Path):
+            from shardwise.checkpoint.disk.store_reads import StoreReads  # of no use to folders
+
+            folder, found = _stored_beside(where)
+            sizes = {name: each.size for name, each in found.items()}
+            tags = {name: each.tag for name, each in found.items()}
+            self._reads = StoreReads(folder, sizes, tags=tags)
+            files = _files(folder, sizes)
+        else:
+            files = _files(where, _names_in(where)) if where.is_dir() else {where: set()}
+        super().__init__(where, self._reads)
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self._extents: dict[StatePath, Extent] = {}
-        for file, named in _files(where).items():
-            self._add(file, named)
+        try:
+            for file, named in files.items():
+                self._add(file, named)
+        except BaseException:
+            self.close()
+            raise
+
+    def _header_of(self, file: StorePath) -> dict[str, StoredSpan]:
+        """Read where the tensors of a file in an object store are."""
+        assert self._reads is not None
+        if not self._reads.has(file.name):
+            raise CheckpointError(f"{file}: is missing")
+        with self._reads.open(file.name) as opened:
+            return read_spans(opened.read, opened.size, file)
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         return [self._extents[path]]
 
-    def _add(self, file: Path, named: set[str]) -> None:
+    def _add(self, file: Place, named: set[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""
-        places = read_header(file)
+        places = read_header(file) if isinstance(file, Path) else self._header_of(file)
         missing = sorted(named - places.keys())
         if missing:
             others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -89,31 +124,40 @@ class HfSource(ExtentSource):
                 continue  # a second copy, in a file other than the index says
             self.tensors[path], shape = place.info, place.info.shape
             box, strides = full_box(shape), row_major(shape)
-            self._extents[path] = Extent(box, file.resolve(), place.start, strides)
+            where = file.resolve() if isinstance(file, Path) else file
+            self._extents[path] = Extent(box, where, place.start, strides)
 
 
-def _files(where: Path) -> dict[Path, set[str]]:
+def _names_in(where: Path) -> Collection[str]:
+    return [each.name for each in where.iterdir() if each.exists()]
+
+
+def _stored_beside(where: StorePath) -> tuple[StorePath, Mapping[str, StoredObject]]:
+    """The folder of a model in an object store, and the files of it, or one, by their names."""
+    if where.name.endswith(".safetensors") and (found := where.find()) is not None:
+        return where.parent, {where.name: found}
+    return where, where.listed()[1]
+
+
+def _files(folder: Place, names: Collection[str]) -> dict[Place, set[str]]:
     """The files of a model, each with the tensors that the index says it contains."""
-    if not where.is_dir():
-        return {where: set()}
-    single = where / SINGLE
-    if single.exists():  # also beside the index of an earlier model: transformers takes it first
-        return {single: set()}
-    if (where / INDEX).exists():
-        return _read_index(where)
-    found = sorted(where.glob("*.safetensors"))
+    if SINGLE in names:  # also beside the index of an earlier model: transformers takes it first
+        return {folder / SINGLE: set()}
+    if INDEX in names:
+        return _read_index(folder)
+    found = [name for name in names if name.endswith(".safetensors")]
     if len(found) == 1:
-        return {found[0]: set()}
+        return {folder / found[0]: set()}
     raise CheckpointError(
-        f"{where}: found {len(found)} safetensors files and no {INDEX}, expected the index or a "
+        f"{folder}: found {len(found)} safetensors files and no {INDEX}, expected the index or a "
         f"single file {SINGLE}"
     )
 
 
-def _read_index(folder: Path) -> dict[Path, set[str]]:
+def _read_index(folder: Place) -> dict[Place, set[str]]:
     index = folder / INDEX
-    text = read_small(index, _MAX_INDEX, Links.FOLLOW)
-    files: dict[Path, set[str]] = {}
+    text = read_whole(index, _MAX_INDEX)
+    files: dict[Place, set[str]] = {}
     for name, file in Fields(parse(text, str(index)), str(index)).object("weight_map").items():
         if not isinstance(file, str) or not file.isprintable() or not _FILE.fullmatch(file):
             refuse(f"{index}, {name!r}", file, "the name of a .safetensors file beside the index")
@@ -144,21 +188,26 @@ def plan_files(
     }
 
 
-def write_index(folder: Path, files: Files) -> None:
-    """Write the index of a model in several files, and wait until it is on the disk."""
-    if len(files) == 1:
+def write_index(folder: Folder, files: Files) -> None:
+    """Write the index of a model, and wait until it is on the disk.
+
+    A model in one file needs none. In an object store it has one, since that is the commit.
+    """
+    if len(files) == 1 and isinstance(folder, Path):
         return
     sizes = [info.nbytes for tensors in files.values() for info in tensors.values()]
     index = {
         "metadata": {"total_size": sum(sizes)},
-        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
+        "weight_map": {
+            name: (folder / file).name for file, tensors in files.items() for name in tensors
+        },
     }
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    write_new(folder / INDEX, text.encode("utf-8"))
+    write_beside(folder, INDEX, text.encode("utf-8"))
 
 
 def write_hf(
-    folder: Path, source: Source, window: ReadWindow, max_shard_size: int = DEFAULT_SHARD
+    folder: Folder, source: Source, window: ReadWindow, max_shard_size: int = DEFAULT_SHARD
 ) -> None:
     """Write the model of a source in this format.
 
@@ -166,7 +215,7 @@ def write_hf(
     Tied weights are written once, as transformers does.
 
     Args:
-        folder: an empty folder.
+        folder: an empty folder, or a model that is being written to an object store.
         source: the checkpoint to write.
         window: the buffer to use.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
@@ -180,18 +229,18 @@ def write_hf(
     for name in tied_copies(source, paths, config, ReadWindow(window.nbytes)):
         window.progress(source.tensors[paths.pop(name)].nbytes)
     if text:
-        write_new(folder / CONFIG, text)
+        write_beside(folder, CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file, tensors in files.items():
         write_safetensors(folder / file, tensors, window.by_name(source, paths))
     write_index(folder, files)
 
 
-def write_single(file: Path, source: Source, window: ReadWindow) -> None:
+def write_single(file: Place, source: Source, window: ReadWindow) -> None:
     """Write the model of a source as one safetensors file.
 
     Args:
-        file: path of the file, which must not exist.
+        file: path of the file, which must not exist, or its name in an object store.
         source: the checkpoint to write.
         window: the buffer to use.
 
@@ -204,17 +253,25 @@ def write_single(file: Path, source: Source, window: ReadWindow) -> None:
     write_safetensors(file, infos, window.by_name(source, paths))
 
 
-def folders_of(checkpoint: Path) -> list[Path]:
+@overload
+def folders_of(checkpoint: Path) -> list[Path]: ...
+@overload
+def folders_of(checkpoint: Place) -> Sequence[Place]: ...
+def folders_of(checkpoint: Place) -> Sequence[Place]:
     """The folders where files beside a checkpoint may be: its own, and that of its run.
 
     Args:
         checkpoint: a file or a folder. ``step-00000040`` and ``checkpoints/step-00000040`` are in
             the folder of a run.
     """
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    folder = checkpoint
+    if checkpoint.name.endswith(".safetensors") or (
+        isinstance(checkpoint, Path) and not checkpoint.is_dir()
+    ):
+        folder = checkpoint.parent
     if not folder.name.startswith("step-"):
         return [folder]
-    run = folder.resolve().parent
+    run = (folder.resolve() if isinstance(folder, Path) else folder).parent
     return [folder, run.parent if run.name == "checkpoints" else run]
 
 
@@ -231,15 +288,15 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
         The text of the file, and its contents; ``None`` if there is none with a ``model_type``.
     """
     for each in folders_of(source.where):
-        file = each / CONFIG
-        if file.exists():
-            try:
-                text = read_small(file, _MAX_CONFIG, Links.FOLLOW)
-                config = parse(text, str(file))
-            except CheckpointError:
-                continue
-            if isinstance(config, dict) and isinstance(config.get("model_type"), str):
-                return text, config
+        try:
+            text = read_whole(each / CONFIG, _MAX_CONFIG)
+            config = parse(text, str(each / CONFIG))
+        except StoreError:
+            raise
+        except CheckpointError:
+            continue
+        if isinstance(config, dict) and isinstance(config.get("model_type"), str):
+            return text, config
     if not source.config:
         return None
     return f"{json.dumps(dict(source.config), indent=2)}\n".encode(), source.config

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 
 from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import latest
+from shardwise.checkpoint.disk.companions import Folder, write_beside
 from shardwise.checkpoint.disk.entries import (
     Manifest,
     StatePath,
@@ -20,14 +19,16 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     shard_name,
 )
-from shardwise.checkpoint.disk.manifest import NAME, read_manifest, write_manifest, writer_versions
+from shardwise.checkpoint.disk.manifest import (
+    NAME,
+    manifest_bytes,
+    read_manifest,
+    writer_versions,
+)
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.place import Place, place_of
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 from shardwise.checkpoint.formats.source import ReadWindow, Source
-
-if TYPE_CHECKING:
-    from shardwise.checkpoint.disk.store_path import StorePath
 
 
 class ShardwiseSource(Source):
@@ -41,7 +42,7 @@ class ShardwiseSource(Source):
     """
 
     def __init__(self, where: Place) -> None:
-        self.where = cast(Path, where)  # for messages
+        self.where = where
         self.manifest = read_manifest(where)
         self._entries = {entry.path: entry for entry in self.manifest.tensors}
         self._reader = PieceReader(where, self.manifest)
@@ -55,28 +56,13 @@ class ShardwiseSource(Source):
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
-        read_box(self._reader, self._entries[path], box, into)
+        entry = self._entries[path]
+        self._reader.expect([(entry, box)])
+        read_box(self._reader, entry, box, into)
 
     def close(self) -> None:
         """Close all files."""
         self._reader.close()
-
-
-def open_stored(path: StorePath) -> ShardwiseSource:
-    """Open a checkpoint in an object store, or the newest one of a run.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    if (path / NAME).find():
-        return ShardwiseSource(path)
-    newest = latest(path) or latest(path / "checkpoints")
-    if newest is None:
-        raise CheckpointError(
-            f"{path}: found no checkpoint; expected {NAME}, or step-... with one in it; copy "
-            "checkpoints of other formats to a folder"
-        )
-    return ShardwiseSource(place_of(newest))
 
 
 def _about(manifest: Manifest) -> list[str]:
@@ -87,11 +73,11 @@ def _about(manifest: Manifest) -> list[str]:
     return [", ".join([saved, *how]), f"with {versions}"]
 
 
-def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
+def write_shardwise(folder: Folder, source: Source, window: ReadWindow) -> None:
     """Write everything that a source contains in the native format, as one rank would.
 
     Args:
-        folder: an empty folder.
+        folder: an empty folder, or a checkpoint that is being written to an object store.
         source: the checkpoint to write.
         window: the buffer to use; pieces are no larger than it.
 
@@ -99,27 +85,31 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
         CheckpointError: the source is damaged, or contains values that the format cannot store.
         OSError: a file cannot be written.
     """
-    file = shard_name(0, 1)
+    file = folder / shard_name(0, 1)
     pieces = [
         PieceData(dotted(path), info, box, functools.partial(window.read, source, path, box))
         for path, info in source.tensors.items()
         for box in window.boxes(info)
     ]
     stored: dict[str, list[StoredPiece]] = {}
-    for piece, place in zip(pieces, write_shard(folder / file, pieces), strict=True):
+    for piece, place in zip(pieces, write_shard(file, pieces), strict=True):
         stored.setdefault(piece.fqn, []).append(place)
+    if isinstance(folder, Path):
+        size = (folder / file.name).stat().st_size
+    else:
+        size = folder.size(file.name)
     manifest = Manifest(
         tensors=tuple(
             TensorEntry(path, info.shape, info.dtype, "", "", tuple(stored.get(dotted(path), ())))
             for path, info in source.tensors.items()
         ),
         values=tuple(Value(path, value) for path, value in source.values.items()),
-        files={file: (folder / file).stat().st_size},
+        files={file.name: size},
         block=BLOCK,
         world_size=1,
         versions=writer_versions(),
     )
     try:
-        write_manifest(folder, manifest)
+        write_beside(folder, NAME, manifest_bytes(manifest))
     except TypeError as error:
         raise CheckpointError(f"{source.where}: {error}") from None

@@ -100,6 +100,7 @@ class RankSource(ExtentSource):
         by_name: the paths of tensors, by the names of their placeholders.
     """
 
+    where: Path
     tree: dict[str, Any]
 
     def __init__(self, files: Sequence[Path]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,8 +25,12 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
 from shardwise.checkpoint.disk.values import unflatten
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.store_reads import StoreReads
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -54,7 +58,7 @@ class Source(Closing, abc.ABC):
     """A checkpoint that is open to be read. Close it, or use it in a ``with`` statement.
 
     Attributes:
-        where: its folder or file, for error messages.
+        where: its folder or file, or its name in an object store.
         tensors: dtype and shape of every tensor, by path: ``("model", "layers.0.weight")``.
         values: plain values stored beside the tensors, by path.
         about: lines of text that describe the checkpoint.
@@ -67,7 +71,7 @@ class Source(Closing, abc.ABC):
         left_out: what of the files is in none of these, and why; empty if nothing is.
     """
 
-    where: Path
+    where: Place
     tensors: Mapping[StatePath, TensorInfo]
     values: Mapping[StatePath, Any]
     about: Sequence[str] = ()
@@ -267,23 +271,28 @@ class Extent:
 
     Attributes:
         box: which part of the tensor it is.
-        file: path of the file.
+        file: path of the file, or its name in an object store.
         start: byte of the file at which the first element of the box begins.
         strides: strides inside the box, in elements.
         bits: what is done to elements once they are read.
     """
 
     box: Box
-    file: Path
+    file: Place
     start: int
     strides: tuple[int, ...]
     bits: LazyBits = frozenset()
 
 
 class ExtentReader(Closing):
-    """A reader of boxes of tensors. It holds at most 64 open files and 4 MiB of scratch memory."""
+    """A reader of boxes of tensors. It holds at most 64 open files and 4 MiB of scratch memory.
 
-    def __init__(self) -> None:
+    Args:
+        stored: what reads files in an object store; ``None`` if there are none.
+    """
+
+    def __init__(self, stored: StoreReads | None = None) -> None:
+        self._stored = stored
         self._open: dict[Path, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -312,6 +321,8 @@ class ExtentReader(Closing):
         """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1])
+        if self._stored is not None:
+            self._stored.close()
 
     def _fetch(self, extent: Extent, box: Box, into: torch.Tensor) -> None:
         """Read a box whose offsets are relative to the extent."""
@@ -333,9 +344,12 @@ class ExtentReader(Closing):
                 self._fetch(extent, half, narrow(into, half.relative_to(box.offsets)))
 
     def _read_bytes(self, extent: Extent, first: int, into: torch.Tensor) -> None:
-        read_exactly(
-            self._handle(extent.file), into.numpy().data, extent.start + first, extent.file
-        )
+        file, data, at = extent.file, into.numpy().data, extent.start + first
+        if isinstance(file, Path):
+            read_exactly(self._handle(file), data, at, file)
+        else:
+            assert self._stored is not None
+            self._stored.read(file.name, data, at)
 
     def _handle(self, file: Path) -> int:
         if file not in self._open:
@@ -349,12 +363,13 @@ class ExtentSource(Source):
     """A source whose tensors are extents of files.
 
     Args:
-        where: its folder or file.
+        where: its folder or file, or its name in an object store.
+        stored: what reads its files there.
     """
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Place, stored: StoreReads | None = None) -> None:
         self.where = where
-        self._reader = ExtentReader()
+        self._reader = ExtentReader(stored)
 
     @abc.abstractmethod
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:

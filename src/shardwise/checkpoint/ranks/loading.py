@@ -247,7 +247,8 @@ def load_weights(
     Args:
         path: a folder of ``save_pretrained``, a safetensors file, a file of ``torch.save`` (which
             is read without running code from it), a checkpoint of ``torch.distributed.checkpoint``,
-            or one of Shardwise, which may be the URL of one in an object store, or of its run.
+            or one of Shardwise. A URL of an object store may be that of safetensors, of a
+            checkpoint of Shardwise, or of its run.
         model: the model, sharded or not. Tensors on the meta device get memory; those that are not
             in the checkpoint (``strict=False``) stay on the meta device.
         strict: whether the names must be exactly the model's.

@@ -10,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.beside import check_destination, written_beside
-from shardwise.checkpoint.disk.companions import copy_companions
-from shardwise.checkpoint.disk.entries import dotted
+import torch
+
+from shardwise.base.boxes import Box
+from shardwise.checkpoint.disk.beside import check_destination, check_name, written_beside
+from shardwise.checkpoint.disk.companions import INDEX, Folder, copy_companions
+from shardwise.checkpoint.disk.entries import StatePath, dotted
+from shardwise.checkpoint.disk.manifest import NAME
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp
 from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, Format, find_checkpoint, open_source
 from shardwise.checkpoint.formats.hf import (
-    CONFIG,
     DEFAULT_SHARD,
+    find_config,
     folders_of,
     write_hf,
     write_single,
@@ -30,10 +36,12 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
+    Progress,
     ReadWindow,
     Source,
     Watch,
     model_tensors,
+    no_progress,
     unwatched,
 )
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
@@ -42,9 +50,26 @@ from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
 
 
+class _NewWindow(ReadWindow):
+    """A buffer for what goes to an object store: new for each part, since parts are sent later.
+
+    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
+    to a store can be made.
+    """
+
+    def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
+        super().__init__(buffer, progress)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
+
+    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
+        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        return self._pool.submit(super().read, source, path, part).result()
+
+
 def consolidate(
-    source: Path,
-    destination: Path,
+    source: Place,
+    destination: Place,
     *,
     everything: bool = False,
     force: bool = False,
@@ -62,8 +87,9 @@ def consolidate(
       configuration and the tokenizer if the checkpoint or its run has them.
 
     Args:
-        source: the checkpoint, of any format.
-        destination: the file or folder to write. It is complete or does not exist.
+        source: the checkpoint, of any format; or its name in an object store.
+        destination: the file or folder to write. It is complete or does not exist. Or the name of
+            one in an object store, but not of a torch file.
         everything: write ``{"model": ..., "optimizer": ..., "extra": ...}`` into a ``torch.save``
             file, as far as the checkpoint has them.
         force: replace an existing destination.
@@ -77,47 +103,77 @@ def consolidate(
         ValueError: the destination exists, or options cannot be combined.
         OSError: writing failed, for example because the disk is full. There is no destination then.
     """
-    to_torch = destination.suffix in TORCH_SUFFIXES
-    to_folder = not to_torch and destination.suffix != ".safetensors"
-    if to_folder and _FILE_SUFFIX.fullmatch(destination.suffix):
+    suffix = Path(destination.name).suffix
+    to_torch = suffix in TORCH_SUFFIXES
+    to_folder = not to_torch and suffix != ".safetensors"
+    if to_folder and _FILE_SUFFIX.fullmatch(suffix):
         raise ValueError(
-            f"found a destination {destination.suffix}, expected .safetensors, "
+            f"found a destination {suffix}, expected .safetensors, "
             f"{', '.join(TORCH_SUFFIXES)}, or the name of a folder, without an extension"
         )
     if everything and not to_torch:
         raise ValueError("--everything requires a torch.save file: .pt, .pth or .bin")
     if max_shard_size is not None and not to_folder:
         raise ValueError("--max-shard-size requires a folder, not a single file")
-    with _written(source, destination, everything, force, buffer, watch) as (partial, read, window):
+    if to_torch and not isinstance(destination, Path):
+        raise ValueError(f"{destination}: torch files are written to folders of this host only")
+    last = INDEX if to_folder else None
+    with _written(source, destination, last, everything, force, buffer, watch) as written:
+        target, read, window = written
         if to_torch:
-            _write_torch(partial, read, window, everything=everything)
+            _write_torch(target, read, window, everything=everything)
         elif to_folder:
-            partial.mkdir()
-            _write_hf(partial, read, window, max_shard_size)
+            _write_hf(target, read, window, max_shard_size)
         else:
-            write_single(partial, read, window)
+            write_single(target, read, window)
 
 
 @contextlib.contextmanager
 def _written(
-    source: Path, destination: Path, everything: bool, force: bool, buffer: int, watch: Watch
-) -> Iterator[tuple[Path, Source, ReadWindow]]:
-    """Open a checkpoint, and yield where to write it, the checkpoint, and the buffer to use."""
+    source: Place,
+    destination: Place,
+    last: str | None,
+    everything: bool,
+    force: bool,
+    buffer: int,
+    watch: Watch,
+) -> Iterator[tuple[Any, Source, ReadWindow]]:
+    """Open a checkpoint, and yield where to write it, the checkpoint, and the buffer to use.
+
+    ``last`` is the file that commits a folder in an object store; ``None``: it is a single file.
+    """
     source = find_checkpoint(source)
-    check_destination(destination, source, force=force)
+    local = source if isinstance(source, Path) else None
+    replaces: Collection[str] = ()
+    if isinstance(destination, Path):
+        check_destination(destination, local, force=force)
+    else:
+        replaces = check_name(destination, source, force=force)
     with open_source(source) as opened:
         paths = opened.tensors if everything else model_tensors(opened).values()
-        window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
-        with written_beside(destination, source, force=force) as partial:
-            yield partial, opened, window
+        kind = ReadWindow if isinstance(destination, Path) else _NewWindow  # parts are being sent
+        window = kind(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
+        with contextlib.ExitStack() as stack:
+            target: Folder | Place = destination
+            if isinstance(destination, Path):
+                target = stack.enter_context(written_beside(destination, local, force=force))
+                if last is not None:
+                    target.mkdir()
+            elif last is not None:
+                from shardwise.checkpoint.disk.store_commit import committed  # of no use to folders
+
+                target = stack.enter_context(committed(destination, last, replaces))
+            yield target, opened, window
         if everything and opened.left_out:
             warnings.warn(f"{opened.left_out}; it is left out", stacklevel=4)
 
 
-def _write_hf(folder: Path, source: Source, window: ReadWindow, max_shard_size: int | None) -> None:
+def _write_hf(
+    folder: Folder, source: Source, window: ReadWindow, max_shard_size: int | None
+) -> None:
     """Write a model for transformers, with the tokenizer that is beside it or in its run."""
     write_hf(folder, source, window, max_shard_size or DEFAULT_SHARD)
-    if (folder / CONFIG).exists():  # else it is no model of transformers
+    if find_config(source) is not None:  # else it is no model of transformers
         copy_companions(folders_of(source.where), folder)
 
 
@@ -137,8 +193,8 @@ def _write_torch(file: Path, source: Source, window: ReadWindow, *, everything: 
 
 
 def convert(
-    source: Path,
-    destination: Path,
+    source: Place,
+    destination: Place,
     to: Format,
     *,
     force: bool = False,
@@ -153,8 +209,9 @@ def convert(
     the model.
 
     Args:
-        source: the checkpoint, of any format.
-        destination: the folder to write. It is complete or does not exist.
+        source: the checkpoint, of any format; or its name in an object store.
+        destination: the folder to write. It is complete or does not exist. Or the name of one in an
+            object store, for ``SHARDWISE`` and ``HF``.
         to: ``SHARDWISE``, ``DCP`` or ``HF``.
         force: replace an existing checkpoint.
         buffer: bytes of memory to use; also the largest part of a tensor in the result.
@@ -169,9 +226,12 @@ def convert(
     """
     if to is Format.TORCH:
         raise ValueError("to: found torch, expected shardwise, dcp or hf; use consolidate")
+    if to is Format.DCP and not isinstance(destination, Path):
+        raise ValueError(f"{destination}: dcp is written to folders of this host only")
     everything = to is not Format.HF
-    with _written(source, destination, everything, force, buffer, watch) as (folder, read, window):
-        folder.mkdir()
+    last = NAME if everything else INDEX
+    with _written(source, destination, last, everything, force, buffer, watch) as written:
+        folder, read, window = written
         match to:
             case Format.SHARDWISE:
                 write_shardwise(folder, read, window)
