@@ -6,8 +6,8 @@ processes of one job only, by torch's own functions, in a process group that tra
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,12 +112,17 @@ class Ranks:
         mine, error = self._attempt(part)
         try:
             if self.coordinates:
-                parts = [mine, *(self._receive(peer) for peer in range(1, self.size))]
+                parts = [mine] + [None] * (self.size - 1)
+
+                def receive(peer: int) -> None:
+                    parts[peer] = self._receive(peer)
+
+                for peer, words in self._each(receive, range(1, self.size)).items():
+                    parts[peer] = _Unreachable(self.names[peer], f"was lost ({words})")
                 answers, error = self._answers(parts, answer, error)
-                gone = [each.rank for each in parts if isinstance(each, _Unreachable)]
-                for peer in range(1, self.size):
-                    if self.names[peer] not in gone:
-                        self._send(answers[peer], peer)
+                here = [at for at, each in enumerate(parts) if not isinstance(each, _Unreachable)]
+                # The next receive reports a loss. First the other ranks need their answers.
+                self._each(lambda peer: self._send(answers[peer], peer), here[1:])
                 reply = answers[0]
             else:
                 reply = self._answered(mine)
@@ -222,11 +227,11 @@ class Ranks:
         first, found = self.names[0], [None]
 
         def exchange() -> None:
-            dist.send_object_list([mine], dst=first, group=self._group)
-            dist.recv_object_list(found, src=first, group=self._group)
+            self._send(mine, 0)
+            found[0] = self._receive(0)
 
         try:
-            self._call(exchange, 0)
+            self._call(exchange, [0])
         except PeerLostError as error:
             raise CheckpointError(
                 f"rank {self.names[self.rank]}: rank {first}, which coordinates checkpoints, was "
@@ -234,29 +239,45 @@ class Ranks:
             ) from error
         return found[0]
 
+    def _each(self, exchange: Callable[[int], None], peers: Sequence[int]) -> dict[int, str]:
+        """Exchange something with one peer after the other.
+
+        All in one call, as long as no peer is lost: a thread for each would cost more than what is
+        exchanged.
+
+        Returns:
+            The peers that were lost, with the reason.
+        """
+        lost: dict[int, str] = {}
+        done: set[int] = set()
+
+        def exchange_all(todo: Sequence[int], current: list[int]) -> None:
+            for peer in todo:
+                current[0] = peer  # raises an error once this thread has been given up
+                exchange(peer)
+                done.add(peer)
+
+        while left := [peer for peer in peers if peer not in done and peer not in lost]:
+            current = left[:1]  # the peer that the call waits for
+            try:
+                self._call(functools.partial(exchange_all, left, current), current)
+            except PeerLostError as error:
+                lost[current[0]] = _first_line(error)
+                current.clear()
+        return lost
+
     def _send(self, what: Any, peer: int) -> None:
-        # The next receive reports a loss. First the other ranks need their answers.
-        with contextlib.suppress(PeerLostError):
-            self._call(
-                lambda: dist.send_object_list([what], dst=self.names[peer], group=self._group),
-                peer,
-            )
+        dist.send_object_list([what], dst=self.names[peer], group=self._group)
 
     def _receive(self, peer: int) -> Any:
         found: list[Any] = [None]
-        try:
-            self._call(
-                lambda: dist.recv_object_list(found, src=self.names[peer], group=self._group),
-                peer,
-            )
-        except PeerLostError as error:
-            return _Unreachable(self.names[peer], f"was lost ({_first_line(error)})")
+        dist.recv_object_list(found, src=self.names[peer], group=self._group)
         return found[0]
 
-    def _call(self, call: Callable[[], object], peer: int) -> None:
+    def _call(self, call: Callable[[], object], peers: Sequence[int]) -> None:
         assert self._group is not None
         # A rank that writes much, or verifies it, is waited for as long as that takes.
-        Peers(self._group).call(call, "a checkpoint", [peer], Notice.NOTHING)
+        Peers(self._group).call(call, "a checkpoint", peers, Notice.NOTHING)
 
 
 def checked(

@@ -37,12 +37,14 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     dtype_name,
 )
+from shardwise.checkpoint.disk.manifest import MAX_BYTES
 from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.disk.values import RANKS, decode, encode
 from shardwise.checkpoint.ranks.alike import RankState
 
 _Numbers = NDArray[np.int64]
 _CHECKSUM = 8  # bytes
+_PIECE = 110  # bytes of a manifest that a part of a tensor takes at least, without checksums
 
 
 @dataclass(frozen=True)
@@ -260,8 +262,10 @@ class Outlines:
             For each rank, a bit for each of its tensors.
 
         Raises:
-            CheckpointError: ranks do not have all elements of a tensor, or have some twice.
+            CheckpointError: ranks do not have all elements of a tensor, or have some twice. Or
+                there are more parts than a manifest can name.
         """
+        least = 0
         for name, columns in self._columns.items():
             holders, info = _Holders(columns), self.infos[name]
             found = int(holders.sizes[holders.first].sum())
@@ -270,12 +274,20 @@ class Outlines:
                     f"{name}: found parts of {found:,} elements on all ranks together, expected "
                     f"the {info.numel:,} of a tensor of {list(info.shape)}"
                 )
+            blocks = -(-holders.sizes[holders.first] * info.itemsize // BLOCK)
+            least += int((_PIECE + 2 * _CHECKSUM * blocks).sum())
             if holders.first.all():
                 holders.note("writes", holders.first)
             else:
                 parts = holders.parts
                 holders.note("shared", np.bincount(parts)[parts] > 1)
                 self._shared[name] = holders
+        if least > MAX_BYTES:
+            raise CheckpointError(
+                f"found parts of tensors that take a manifest of {least >> 20:,} MiB or more, "
+                f"expected at most {MAX_BYTES >> 20:,}; shard over fewer ranks, with replicas "
+                "(hybrid)"
+            )
         return self._bits("shared")
 
     def states(self, digests: Sequence[bytes]) -> list[RankState]:
