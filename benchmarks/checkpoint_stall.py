@@ -5,17 +5,14 @@
 A turn is the same number of training steps of the same model, with AdamW; after the first, one
 checkpoint is begun. It ends when the checkpoint is on the disk. ``steps`` saves nothing: what a
 turn of the others takes beyond it, in the same round, is what the checkpoint costs in all, the
-steps that it slows down included. ``dd`` saves nothing either, but writes as many bytes from a
-process that computes nothing: no way to save can cost less. In each round all take turns; who
-begins changes from round to round. Extra memory is the highest resident memory of a turn, less that
-of ``steps``.
+steps that it slows down included. In each round all take turns; who begins changes from round to
+round. Extra memory is the highest resident memory of a turn, less that of ``steps``.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shardwise.checkpoint
 from _contenders import Case
@@ -35,15 +31,12 @@ from _report import Table, compared, mib, quartiles
 from _turns import StepWorker, in_turns, slowest
 from _worlds import World
 from checkpoint import state_for_dcp
-from shardwise._torch import dtensor
 
 TITLES = {
     "steps": "steps alone",
     "sync": "shardwise, save",
     "async": "shardwise, async_save",
     "dcp": "torch DCP, async_save",
-    "dcp-process": "torch DCP, async_save, PROCESS",
-    "dd": "dd of as many bytes",
 }
 Wait = Callable[[], object]
 
@@ -69,8 +62,6 @@ class StallWorker(StepWorker):
             "sync": self._save,
             "async": self._begin,
             "dcp": self._begin_dcp,
-            "dcp-process": self._begin_dcp_process,
-            "dd": self._begin_dd,
         }
         reset_peak_rss()
         dist.barrier()
@@ -93,22 +84,11 @@ class StallWorker(StepWorker):
     def _begin(self, folder: Path) -> Wait:
         return shardwise.checkpoint.async_save(folder, self._model, self._optimizer).result
 
-    def _begin_dcp(self, folder: Path, **options: Any) -> Wait:
+    def _begin_dcp(self, folder: Path) -> Wait:
         state = state_for_dcp(self._model, self._optimizer)
         saving: Any = dcp.async_save  # type: ignore[attr-defined]
-        begun = saving(state, checkpoint_id=folder, process_group=self._others, **options)
+        begun = saving(state, checkpoint_id=folder, process_group=self._others)
         return begun.result  # type: ignore[no-any-return]
-
-    def _begin_dcp_process(self, folder: Path) -> Wait:
-        return self._begin_dcp(folder, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-
-    def _begin_dd(self, folder: Path) -> Wait:
-        """Write zeros, in a process that does nothing else: the floor of any way to save."""
-        folder.mkdir(exist_ok=True)
-        nbytes = 12 * sum(dtensor.plain(each).numel() for each in self._model.parameters())
-        options = ("if=/dev/zero", "bs=4M", "iflag=count_bytes", "conv=fsync", f"count={nbytes}")
-        command = ["dd", *options, f"of={folder / str(dist.get_rank())}", "status=none"]
-        return subprocess.Popen(command).wait
 
 
 def play(case: Case, options: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ rounds: arguments, plans, digests, and what was written where.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import pickle
@@ -91,6 +92,13 @@ def _rows(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
     return first, min(shape[0], first + chunk) - first
 
 
+@functools.cache
+def _all_rows(count: int, ranks: int) -> tuple[list[int], list[int]]:
+    """The first of the rows of each rank, and how many they are."""
+    starts, rows = zip(*(_rows((count,), rank, ranks) for rank in range(ranks)), strict=True)
+    return [*starts], [*rows]
+
+
 def items(rank: int, ranks: int) -> list[WriteItem]:
     """What torch's planner plans on a rank."""
     found = []
@@ -114,15 +122,17 @@ def outlines(ranks: int) -> list[bytes]:
     groups = {"lr": 1e-4, "betas": (0.9, 0.95), "params": list(shapes())}
     values = [Value(("optimizer", "param_groups", 0, key), each) for key, each in groups.items()]  # type: ignore[arg-type]
     first = outline.outline_of(items(0, ranks), origins, values)
+    columns: list[Any] = []
+    for shape in filter(None, tensors().values()):
+        starts, rows = _all_rows(shape[0], ranks)
+        columns += [starts, *([0] * ranks for _ in shape[1:])]
+        columns += [rows, *([size] * ranks for size in shape[1:])]
+    table = np.array(columns, np.int64).T
     sent = []
     for rank in range(ranks):
-        numbers: list[int] = []
-        for shape in filter(None, tensors().values()):
-            start, rows = _rows(shape, rank, ranks)
-            numbers += [start, *(0 for _ in shape[1:]), rows, *shape[1:]]
         own = [[], [[["extra", "random", "$ranks", str(rank)], rank]]]
         text = zlib.compress(json.dumps(own).encode(), 1)
-        boxes = outline.packed(np.array(numbers, np.int64))
+        boxes = outline.packed(table[rank])
         sent.append(pickle.dumps(outline.Outline(first.common, text, boxes)))
     return sent
 
@@ -152,10 +162,10 @@ def ours(ranks: int) -> dict[str, Any]:
     outline.MAX_BYTES = limit
     parts = blocks = 0
     for shape in tensors().values():
-        for rank in range(ranks) if shape else [0]:
-            numel = math.prod((_rows(shape, rank, ranks)[1], *shape[1:])) if shape else 1
-            parts += bool(numel)
-            blocks += -(-4 * numel // BLOCK)
+        sizes = _all_rows(shape[0], ranks)[1] if shape else [1]
+        numels = [rows * math.prod(shape[1:]) for rows in sizes]
+        parts += sum(map(bool, numels))
+        blocks += sum(-(-4 * numel // BLOCK) for numel in numels)
     steps = 8 * len(shapes()) * ranks
     written = 8 * (parts + blocks)
     return {
