@@ -224,17 +224,8 @@ class Writer(StorageWriter):
     ) -> list[str]:
         """Make the folder. Only the coordinator calls this.
 
-        Args:
-            origins: where all tensors are in the state, by name.
-            values: everything that is not a tensor.
-            world_size: number of ranks.
-
         Returns:
             The path of the file of each rank, or its URL.
-
-        Raises:
-            CheckpointError: the path exists, or another process is writing to it.
-            ValueError: a tensor is not in a section of the state.
         """
         for name, origin in origins.items():
             if origin.path[0] not in SECTIONS:
@@ -292,16 +283,7 @@ class Writer(StorageWriter):
     def commit(
         self, infos: Mapping[str, TensorInfo], pieces: Mapping[str, Sequence[StoredPiece]]
     ) -> None:
-        """Write the manifest and commit. The coordinator calls this when all files are on the disk.
-
-        Args:
-            infos: dtypes and shapes of all tensors, by name.
-            pieces: what was written of them.
-
-        Raises:
-            CheckpointError: the result would not be a valid checkpoint.
-            OSError: the manifest cannot be written, or the folder cannot be renamed.
-        """
+        """Write the manifest and commit, once all files are there. The coordinator calls it."""
         assert self._commit is not None
         entries = tuple(self._entry(fqn, info, pieces.get(fqn, ())) for fqn, info in infos.items())
         files = sorted({piece.file for each in pieces.values() for piece in each})

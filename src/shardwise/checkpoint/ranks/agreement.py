@@ -242,11 +242,7 @@ class Ranks:
     def _each(self, exchange: Callable[[int], None], peers: Sequence[int]) -> dict[int, str]:
         """Exchange something with one peer after the other.
 
-        All in one call, as long as no peer is lost: a thread for each would cost more than what is
-        exchanged.
-
-        Returns:
-            The peers that were lost, with the reason.
+        All in one call, since a thread for each costs more. Returns those lost, with the reason.
         """
         lost: dict[int, str] = {}
         done: set[int] = set()
