@@ -26,6 +26,7 @@ PRESETS = {
     "tiny": _llama(hidden=64, intermediate=176, layers=3, heads=4, vocabulary=256),  # for tests
     "5m": _llama(hidden=256, intermediate=688, layers=5, heads=4, vocabulary=2048),
     "34m": _llama(hidden=512, intermediate=1376, layers=8, heads=8, vocabulary=8192),
+    "93m": _llama(hidden=768, intermediate=2048, layers=8, heads=12, vocabulary=24000),
     "150m": _llama(hidden=768, intermediate=2048, layers=14, heads=12, vocabulary=32000),
     "10m": _llama(hidden=320, intermediate=864, layers=6, heads=5, vocabulary=4096),
     "215m": _llama(hidden=896, intermediate=2464, layers=16, heads=14, vocabulary=32000),

@@ -25,6 +25,7 @@ CASES = {
     "host_step": f"--groups 2 {ROUNDS}",
     "checkpoint": f"--params tiny --cold {ROUNDS}",
     "checkpoint_stall": f"--params tiny {ROUNDS} --steps 2 --tokens 8",
+    "save_planning": "--ranks 4 --most 4",
     "diloco": "--start 1 --steps 4 --every 3 --batch 1 --length 16 --contenders int8",
     "optimizers": f"--params tiny {ROUNDS} --steps 2 --contenders ours-adamw,fsdp2-adamw",
     "plan_memory": "--model tiny --size 512 --transport c10d --runs 1",
@@ -43,6 +44,7 @@ ROWS = {
         [f"{name}, {what}" for what in ("save", "load") for name in ("shardwise", "torch DCP")]
     ],
     "checkpoint_stall": [["shardwise, save", "shardwise, async_save", "torch DCP, async_save"]],
+    "save_planning": [["4"]],
     "diloco": [["synchronous", "DiLoCo, H = 3, int8, momentum 0.9"]],
     "optimizers": [["torch AdamW, fused"] * 2, ["torch AdamW, fused"] * 2],
     "plan_memory": [["tiny, 512 tokens, fp32, full, c10d"]],
@@ -60,6 +62,12 @@ def _checkpoint(cases: list[Any]) -> None:
 def _checkpoint_stall(cases: list[Any]) -> None:
     turns = [turn for turns in cases[0]["turns"].values() for turn in turns]
     assert all(0 <= rank["stall"] < rank["seconds"] for turn in turns for rank in turn)
+
+
+def _save_planning(cases: list[Any]) -> None:
+    [case] = cases
+    assert case["ours"]["parts"] == 4 * 3 * 723 + 723  # and the steps of AdamW once
+    assert case["ours"]["bytes"] < case["torch"]["bytes"]
 
 
 def _diloco(cases: list[Any]) -> None:
@@ -136,6 +144,7 @@ CHECKS = {
     "checkpoint": _checkpoint,
     "checkpoint_stall": _checkpoint_stall,
     "diloco": _diloco,
+    "save_planning": _save_planning,
     "optimizers": _optimizers,
     "plan_memory": _plan_memory,
     "step_time": _step_time,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -44,7 +43,6 @@ from shardwise.checkpoint.disk.entries import (
     Manifest,
     ModelFacts,
     Origin,
-    StatePath,
     StoredPiece,
     TensorEntry,
     TensorInfo,
@@ -181,17 +179,6 @@ class Writer(StorageWriter):
         self._world_size = 1
         self._commit: Commit | StoreCommit | None = None
 
-    def describe(self, origins: Mapping[str, Origin], values: Sequence[Value]) -> None:
-        """Add what a plan does not contain.
-
-        Args:
-            origins: where this rank's tensors were in the state, by their names in the plan.
-            values: this rank's plain values. If several ranks have one with the same path, the
-                first rank's is saved.
-        """
-        self._origins.update(origins)
-        self._values.extend(values)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint, at a new path if one is given."""
         if checkpoint_id is not None:
@@ -202,7 +189,7 @@ class Writer(StorageWriter):
         """Do nothing: there is nothing to prepare before there is a plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Attach to the plan what only this rank knows.
+        """Return the plan unchanged, if it can be written.
 
         Raises:
             TypeError: the plan contains something that is not a tensor.
@@ -213,7 +200,7 @@ class Writer(StorageWriter):
                     f"{item.index.fqn}: is not a tensor; save plain values with "
                     "shardwise.checkpoint.save, which pickles nothing"
                 )
-        return replace(plan, storage_data=(self._origins, self._values))
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder, and assign a file to each rank. Only the coordinator calls this.
@@ -222,30 +209,34 @@ class Writer(StorageWriter):
             CheckpointError: the path exists, or another process is writing to it.
             ValueError: a tensor is not in a section of the state.
         """
-        self._world_size = len(plans)
-        values: dict[StatePath, Value] = {}
-        for plan in reversed(plans):
+        origins = dict(self._origins)
+        for plan in plans:
             # Where torch's planner found tensors in a nested state.
             mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-            self._origins |= {
-                fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1
-            }
-            self._origins |= plan.storage_data[0]
-        for plan in plans:
-            for value in plan.storage_data[1]:
-                values.setdefault(value.path, value)
-        self._values = list(values.values())
-        for name in (item.index.fqn for plan in plans for item in plan.items):
-            if name not in self._origins or self._origins[name].path[0] not in SECTIONS:
+            origins |= {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}
+        names = {item.index.fqn: None for plan in plans for item in plan.items}
+        found = {name: origins.get(name, Origin(("",))) for name in names}
+        files = self.begin(found, (), len(plans))
+        return [replace(plan, storage_data=file) for plan, file in zip(plans, files, strict=True)]
+
+    def begin(
+        self, origins: Mapping[str, Origin], values: Sequence[Value], world_size: int
+    ) -> list[str]:
+        """Make the folder. Only the coordinator calls this.
+
+        Returns:
+            The path of the file of each rank, or its URL.
+        """
+        for name, origin in origins.items():
+            if origin.path[0] not in SECTIONS:
                 raise ValueError(
                     f"{name}: expected state under {', '.join(SECTIONS)}, such as "
                     '{"model": model.state_dict()}'
                 )
+        self._origins, self._values = dict(origins), list(values)
+        self._world_size = world_size
         commit = self._commit = self._begin()
-        return [
-            replace(plan, storage_data=str(commit.file(rank, len(plans))))
-            for rank, plan in enumerate(plans)
-        ]
+        return [str(commit.file(rank, world_size)) for rank in range(world_size)]
 
     def _begin(self) -> Commit | StoreCommit:
         if isinstance(self._path, Path):
@@ -280,14 +271,21 @@ class Writer(StorageWriter):
             CheckpointError: the result would not be a valid checkpoint.
             OSError: the manifest cannot be written, or the folder cannot be renamed.
         """
-        assert self._commit is not None
         pieces: dict[str, list[StoredPiece]] = {}
         for result in (each for of_rank in results for each in of_rank):
             pieces.setdefault(result.index.fqn, []).append(result.storage_data)
-        entries = tuple(
-            self._entry(fqn, found, pieces.get(fqn, []))
-            for fqn, found in metadata.state_dict_metadata.items()
-        )
+        infos = {}
+        for fqn, found in metadata.state_dict_metadata.items():
+            assert isinstance(found, TensorStorageMetadata)
+            infos[fqn] = TensorInfo(dtype_name(found.properties.dtype), tuple(found.size))
+        self.commit(infos, pieces)
+
+    def commit(
+        self, infos: Mapping[str, TensorInfo], pieces: Mapping[str, Sequence[StoredPiece]]
+    ) -> None:
+        """Write the manifest and commit, once all files are there. The coordinator calls it."""
+        assert self._commit is not None
+        entries = tuple(self._entry(fqn, info, pieces.get(fqn, ())) for fqn, info in infos.items())
         files = sorted({piece.file for each in pieces.values() for piece in each})
         manifest = Manifest(
             tensors=entries,
@@ -320,18 +318,12 @@ class Writer(StorageWriter):
             self._commit.abandon()
             self._commit = None
 
-    def _entry(
-        self,
-        fqn: str,
-        found: TensorStorageMetadata | BytesStorageMetadata,
-        pieces: list[StoredPiece],
-    ) -> TensorEntry:
-        assert isinstance(found, TensorStorageMetadata)
+    def _entry(self, fqn: str, info: TensorInfo, pieces: Sequence[StoredPiece]) -> TensorEntry:
         origin = self._origins[fqn]
         return TensorEntry(
             path=origin.path,
-            shape=tuple(found.size),
-            dtype=dtype_name(found.properties.dtype),
+            shape=info.shape,
+            dtype=info.dtype,
             placements=origin.placements,
             mesh=origin.mesh,
             pieces=tuple(pieces),

@@ -6,18 +6,16 @@ Ranks compare digests of tensors, and plain values themselves, before they choos
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
 
 from shardwise._torch.dtensor import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.base.strict import shorten
-from shardwise.checkpoint.disk.entries import Origin, StatePath, Value, dotted
+from shardwise.checkpoint.disk.entries import StatePath, Value, dotted
 from shardwise.checkpoint.disk.safetensors import digest_of
 from shardwise.checkpoint.disk.values import RANKS
 
@@ -35,23 +33,6 @@ class RankState:
     tensors: Sequence[StatePath]
     values: Sequence[Value]
     digests: Mapping[tuple[StatePath, tuple[int, ...]], str]
-
-    @classmethod
-    def of_plan(cls, plan: SavePlan, digests: Mapping[str, str]) -> RankState:
-        """What a rank holds by its plan, and the digests that it made by name."""
-        origins: Mapping[str, Origin] = plan.storage_data[0]
-        found = {
-            (origins[item.index.fqn].path, tuple(item.index.offset or ())): digests[item.index.fqn]
-            for item in plan.items
-            if item.index.fqn in digests
-        }
-        return cls([origin.path for origin in origins.values()], plan.storage_data[1], found)
-
-
-def shared_names(plans: Sequence[SavePlan]) -> frozenset[str]:
-    """The names of tensors of which several ranks plan to write the same part."""
-    count = Counter(item.index for plan in plans for item in plan.items)
-    return frozenset(index.fqn for index, times in count.items() if times > 1)
 
 
 def digests_of(tensors: Mapping[str, Tensor], names: Set[str]) -> dict[str, str]:

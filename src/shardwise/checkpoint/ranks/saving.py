@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
@@ -26,9 +25,9 @@ from shardwise.base.arguments import check_timeout
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk.commit import keep_last
 from shardwise.checkpoint.disk.entries import Origin, dotted
-from shardwise.checkpoint.disk.place import Place, StrPath, absolute
+from shardwise.checkpoint.disk.place import Place, StrPath, absolute, place_of
 from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
-from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of, shared_names
+from shardwise.checkpoint.ranks.alike import check_alike, digests_of
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
@@ -263,13 +262,6 @@ def mixed(names: Iterable[str], origins: Iterable[Origin]) -> frozenset[str]:
     return frozenset(names) & {dotted(path) for path in paths if path is not None}
 
 
-def _mixed_in(plans: list[SavePlan]) -> frozenset[str]:
-    return mixed(
-        (item.index.fqn for plan in plans for item in plan.items),
-        (origin for plan in plans for origin in plan.storage_data[0].values()),
-    )
-
-
 def _check_keep_last(keep_last: int | None) -> None:
     """Raise ``ValueError`` if fewer than one checkpoint is to be kept."""
     if keep_last is not None and keep_last < 1:
@@ -347,55 +339,69 @@ class Saving:
         Raises:
             CheckpointError: a rank could not do its part; raised on every rank alike.
         """
+        from shardwise.checkpoint.ranks import outline  # of no use before
+
         doing = f"saving {self.path}"
         writer = Writer(self.path, facts=self._facts)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        plans: list[SavePlan] = []
-        metadata: Any = None
+        items: list[WriteItem] = []
+        outlines: outline.Outlines | None = None
+        files: list[str] = []
         state = functools.cache(self._state)
 
-        def plan_part(apart: Collection[str] = ()) -> SavePlan:
+        def described(apart: Collection[str] = ()) -> outline.Outline:
             if self.error is not None:
                 raise self.error
             mine = state()
             mine.take_apart(apart)
-            writer.describe(mine.origins, mine.values)
             planner.set_up_planner(mine.tensors, is_coordinator=self._ranks.coordinates)
             writer.set_up_storage_writer(self._ranks.coordinates)
-            return writer.prepare_local_plan(planner.create_local_plan())
+            plan = writer.prepare_local_plan(planner.create_local_plan())
+            items[:] = outline.in_order(plan.items)
+            return outline.outline_of(items, mine.origins, mine.values)
 
-        def find_shared(found: list[SavePlan]) -> list[_Apart | frozenset[str]]:
-            if apart := _mixed_in(found):
+        def find_shared(found: list[outline.Outline]) -> list[_Apart | bytes]:
+            nonlocal outlines
+            outlines = outline.Outlines(found)
+            if apart := mixed(outlines.infos, outlines.origins.values()):
                 return [_Apart(apart)] * len(found)
-            plans.extend(found)
-            return [shared_names(found)] * len(found)
+            return [*outlines.shared()]
 
-        def plan_all(digests: list[dict[str, str]]) -> list[tuple[SavePlan, str]]:
-            nonlocal metadata
-            held = [RankState.of_plan(*each) for each in zip(plans, digests, strict=True)]
-            differs = check_alike(held, self._ranks.names)
+        def digests(shared: bytes) -> bytes:
+            names = {item.index.fqn: b"" for item in outline.chosen(items, shared)}
+            found = digests_of(state().tensors, names.keys())
+            return bytes.fromhex("".join(found[name] for name in names))
+
+        def plan_all(found: list[bytes]) -> list[tuple[bytes, str, str]]:
+            assert outlines is not None
+            differs = check_alike(outlines.states(found), self._ranks.names)
             # Of what is the same on all ranks, each writes some.
-            planner.dedup_save_to_lowest_rank = bool(differs)
-            final, metadata = planner.create_global_plan(plans)
-            return [(plan, differs) for plan in writer.prepare_global_plan(final)]
+            bits = outlines.writers(lowest=bool(differs))
+            files[:] = writer.begin(outlines.origins, outlines.values, self._ranks.size)
+            return [(mine, file, differs) for mine, file in zip(bits, files, strict=True)]
 
-        def finish(results: list[list[WriteResult]]) -> list[None]:
+        def write(bits: bytes, file: str) -> tuple[bytes, bytes]:
+            plan = SavePlan(outline.chosen(items, bits), storage_data=file)
+            written = writer.write_data(plan, planner).value()
+            return outline.summary(result.storage_data for result in written)
+
+        def finish(written: list[tuple[bytes, bytes]]) -> list[None]:
+            assert outlines is not None
+            names = [place_of(file).name for file in files]
             self.before_commit()
-            writer.finish(metadata, results)
+            writer.commit(outlines.infos, outlines.pieces(written, names))
             self._delete_old()
-            return [None] * len(results)
+            return [None] * len(written)
 
         try:
-            shared = self._ranks.together(doing, plan_part, find_shared)
+            shared = self._ranks.together(doing, described, find_shared)
             if isinstance(shared, _Apart):
                 names = shared.names
-                shared = self._ranks.together(doing, lambda: plan_part(names), find_shared)
-            assert isinstance(shared, frozenset)
-            plan, differs = self._ranks.together(
-                doing, lambda: digests_of(state().tensors, shared), plan_all
-            )
-            final = planner.finish_plan(plan)
-            self._ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
+                shared = self._ranks.together(doing, lambda: described(names), find_shared)
+            assert isinstance(shared, bytes)
+            common = shared
+            bits, file, differs = self._ranks.together(doing, lambda: digests(common), plan_all)
+            self._ranks.together(doing, lambda: write(bits, file), finish)
         except BaseException:
             writer.abandon()
             raise

@@ -1,0 +1,126 @@
+"""What ranks tell the first one of what they have to save, and what it answers."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.base.boxes import Box
+from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.disk.entries import Origin, StoredPiece, Value
+from shardwise.checkpoint.ranks import outline
+from shardwise.checkpoint.ranks.outline import Outline, Outlines, chosen, outline_of, summary
+
+_F32 = TensorProperties(dtype=torch.float32)
+
+
+def _item(name: str, shape: tuple[int, ...], box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk, _F32, torch.Size(shape))
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _has(rank: int, ranks: int, replicas: int = 1, extra: str = "") -> list[WriteItem]:
+    """A matrix whose rows are cut, with replicas, and a vector that all ranks have."""
+    rows = 2 * (rank % (ranks // replicas))
+    found = [
+        _item("model.w", (2 * ranks // replicas, 3), Box((rows, 0), (2, 3))),
+        _item("model.b", (5,), Box((0,), (5,))),
+    ]
+    return found + ([_item(extra, (1,), Box((0,), (1,)))] if extra else [])
+
+
+def _outline(items: list[WriteItem], *values: Value) -> Outline:
+    paths = {item.index.fqn: tuple(item.index.fqn.split(".")) for item in items}
+    return outline_of(items, {name: Origin(path) for name, path in paths.items()}, values)
+
+
+def _names(items: list[WriteItem], bits: bytes) -> list[str]:
+    return [item.index.fqn for item in chosen(items, bits)]
+
+
+def test_of_what_all_have_one_writes_each_part() -> None:
+    has = [_has(rank, 4) for rank in range(4)]
+    found = Outlines([_outline(each) for each in has])
+    assert [_names(*each) for each in zip(has, found.shared(), strict=True)] == [["model.b"]] * 4
+    writers = found.writers(lowest=True)
+    written = [_names(*each) for each in zip(has, writers, strict=True)]
+    assert written == [["model.w", "model.b"], *([["model.w"]] * 3)]
+
+
+def test_replicas_share_the_writing() -> None:
+    has = [_has(rank, 8, replicas=2) for rank in range(8)]
+    found = Outlines([_outline(each) for each in has])
+    assert all(len(_names(*each)) == 2 for each in zip(has, found.shared(), strict=True))
+    written = [_names(*each) for each in zip(has, found.writers(lowest=False), strict=True)]
+    assert sorted(name for each in written for name in each) == ["model.b"] + ["model.w"] * 4
+    assert written[0] == ["model.w"], "and what is written next is of a rank that has less"
+    assert "model.b" in written[4]
+
+
+def test_what_differs_is_found_and_all_else_is_left_out() -> None:
+    outlines = [_outline(_has(rank, 3), Value(("extra", "step"), 1)) for rank in range(3)]
+    found = Outlines(outlines)
+    found.shared()
+    same, other = bytes(8), b"otherone"
+    assert [state.digests for state in found.states([same, same, same])] == [{}] * 3
+    states = found.states([same, other, same])
+    assert len({*states[0].digests.values(), *states[1].digests.values()}) == 2
+    assert [len(state.tensors) for state in states] == [2, 0, 0]
+    assert [value.value for value in found.values] == [1]
+
+
+def test_ranks_may_have_other_tensors_and_their_own() -> None:
+    has = [_has(rank, 2, extra=f"extra.r.$ranks.{rank}") for rank in range(2)]
+    has.append([_item("model.late", (4,), Box((0,), (4,)))])
+    found = Outlines([_outline(each) for each in has])
+    found.shared()
+    assert [_names(*each) for each in zip(has, found.writers(lowest=True), strict=True)] == [
+        ["model.w", "model.b", "extra.r.$ranks.0"],
+        ["model.w", "extra.r.$ranks.1"],
+        ["model.late"],
+    ]
+    assert list(found.infos)[:2] == ["model.w", "model.b"]
+
+
+def test_what_was_written_comes_back_piece_by_piece() -> None:
+    has = [_has(rank, 2) for rank in range(2)]
+    found = Outlines([_outline(each) for each in has])
+    found.shared()
+    found.writers(lowest=True)
+    w, b = (Box((0, 0), (2, 3)), Box((0,), (5,)))
+    first = [
+        StoredPiece("0", 64, w, ("00112233445566ff",)),
+        StoredPiece("0", 88, b, ("0" * 16,)),
+    ]
+    second = [StoredPiece("1", 72, Box((2, 0), (2, 3)), ("f" * 16,))]
+    pieces = found.pieces([summary(first), summary(second)], ["0", "1"])
+    assert pieces == {"model.w": [first[0], *second], "model.b": [first[1]]}
+
+
+def test_a_part_that_no_rank_has_is_named_before_anything_is_written() -> None:
+    found = Outlines([_outline(_has(rank, 4)) for rank in range(3)])
+    with pytest.raises(CheckpointError, match=r"model\.w: found parts of 18 elements .* the 24 of"):
+        found.shared()
+
+
+def test_more_parts_than_a_manifest_can_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outline, "MAX_BYTES", 400)
+    Outlines([_outline(_has(rank, 2)) for rank in range(2)]).shared()
+    with pytest.raises(CheckpointError, match="shard over fewer ranks"):
+        Outlines([_outline(_has(rank, 4)) for rank in range(4)]).shared()
+
+
+def test_a_rank_sends_little_more_than_numbers() -> None:
+    items = [
+        _item(f"model.layers.{at}.weight", (64, 64), Box((8, 0), (8, 64))) for at in range(1000)
+    ]
+    assert len(pickle.dumps(_outline(items))) < 20 * len(items)
