@@ -46,6 +46,7 @@ from shardwise.checkpoint.ranks.optimizer import parameter_names
 from shardwise.checkpoint.ranks.optimizer_loading import check_groups, destinations
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
+    SavedState,
     in_place,
     model_state,
     own_tensors,
@@ -129,7 +130,47 @@ class _Parts:
             self._parts.pop(name, None)
 
 
-class Departure(_Parts):
+class MovingState(_Parts):
+    """What a rank holds of a training that goes on elsewhere, wherever it holds it.
+
+    Attributes:
+        model: whose memory it has; empty if that of none.
+        values: everything but tensors.
+    """
+
+    def __init__(self, state: SavedState, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = model or nn.Module()
+        self._state, self.values = state, state.values
+
+    @property
+    def held_beside(self) -> RankState:
+        """What is in ``extra``, for comparing it between ranks."""
+        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
+            (entry.path, ()): digest_of(part)
+            for name, entry in self._entries.items()
+            if entry.section == "extra"
+            for part in self._parts[name].values()  # one: they are not cut
+        }
+        values = [each for each in self.values if each.path[0] == "extra"]
+        return RankState([path for path, _ in digests], values, digests)
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """Where its tensors are in the state, by name."""
+        return self._state.origins
+
+    def take_apart(self, names: Iterable[str]) -> None:
+        """Take tensors apart whose shards are of a tensor subclass on other ranks."""
+
+    def let_go(self) -> None:
+        """Have the model and the optimizer drop their memory, which stays here."""
+
+    def leave(self) -> None:
+        """Leave nothing in the model and the optimizer, and forget them."""
+
+
+class Departure(MovingState):
     """What a rank holds of a training that goes on elsewhere: on other ranks, perhaps later.
 
     It has the memory of the model and the optimizer, which may be dropped after :meth:`let_go`. The
@@ -142,7 +183,6 @@ class Departure(_Parts):
 
     Attributes:
         model: the model.
-        values: everything but tensors.
 
     Raises:
         MisuseError: the model is not between two steps, or the optimizer's state dict lacks states.
@@ -151,11 +191,10 @@ class Departure(_Parts):
     def __init__(
         self, source: Training, extra: Mapping[str, Any] | None = None, doing: str = "transfer"
     ) -> None:
-        super().__init__()
         check_between_steps(source[0], doing)
-        self.model, self._optimizer = source
-        self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
-        self.values = self._state.values
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        super().__init__(state_of(*source, extra, rank=rank), source[0])
+        self._optimizer = source[1]
         self._check_states(doing)
         self._add_tensors()
 
@@ -186,23 +225,6 @@ class Departure(_Parts):
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
                 )
                 self.hold(entry, box, local)
-
-    @property
-    def held_beside(self) -> RankState:
-        """What is in ``extra``, for comparing it between ranks."""
-        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
-            (entry.path, ()): digest_of(part)
-            for name, entry in self._entries.items()
-            if entry.section == "extra"
-            for part in self._parts[name].values()  # one: they are not cut
-        }
-        values = [each for each in self.values if each.path[0] == "extra"]
-        return RankState([path for path, _ in digests], values, digests)
-
-    @property
-    def origins(self) -> dict[str, Origin]:
-        """Where its tensors are in the state, by name."""
-        return self._state.origins
 
     def take_apart(self, names: Iterable[str]) -> None:
         """Take tensors apart whose shards are of a tensor subclass on other ranks."""
@@ -248,7 +270,7 @@ def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def transfer(
-    source: Training | Departure | None,
+    source: Training | MovingState | None,
     target: Training | None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -292,7 +314,7 @@ def transfer(
 
 
 def move(
-    source: Training | Departure | None,
+    source: Training | MovingState | None,
     target: Training | None,
     begin: Callable[[], None],
     undo: Callable[[], None],
@@ -317,15 +339,15 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
 
-    def depart() -> Departure | None:
-        if source is None or isinstance(source, Departure):
+    def depart() -> MovingState | None:
+        if source is None or isinstance(source, MovingState):
             return source
         return Departure(source, extra, doing)
 
     def kinds() -> tuple[bool, bool]:
         """Whether this rank is a target, and whether it has a model to which rows can go back."""
         check_arguments(move, given)
-        return target is not None, not isinstance(source, Departure)
+        return target is not None, not isinstance(source, MovingState)
 
     def check_kinds(given: list[tuple[bool, bool]]) -> list[bool]:
         if not any(is_target for is_target, _ in given):
@@ -344,7 +366,7 @@ def move(
 
     def check_both() -> tuple[frozenset[str], frozenset[str]]:
         arriving = check(target)
-        if not can_return or isinstance(source, Departure):
+        if not can_return or isinstance(source, MovingState):
             return arriving, frozenset()
         return arriving, arriving if source is target else check(source)
 
@@ -365,7 +387,7 @@ def move(
                 if not (is_agreed and can_return):
                     raise
                 _forget_frames(error)
-                assert not isinstance(source, Departure)
+                assert not isinstance(source, MovingState)
                 going.go_back(source, returning, target, undo)
             except BaseException:
                 for model in (target and target[0], leaving and leaving.model):
@@ -417,7 +439,7 @@ class _Move:
         target: Training | None,
         arriving: frozenset[str],
         begin: Callable[[], None],
-        leaving: Departure | None = None,
+        leaving: MovingState | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Bring everything to where it belongs, and return ``extra``.
@@ -481,7 +503,7 @@ class _Move:
             return back.entries(self._ranks.rank)
 
         def answer(parts: list[list[TensorEntry]]) -> list[list[TensorEntry]]:
-            merged = _merged(entry for each in parts for entry in each)
+            merged = merge(entry for each in parts for entry in each)
             return [[each for each in merged if each.section != "extra"]] * len(parts)
 
         entries = self._ranks.together(self._doing, turn, answer)
@@ -522,7 +544,7 @@ def hand_over(mine: Departure, leaving: Set[int]) -> None:
 
         def take(entry: TensorEntry, giver: int | None = giver) -> tuple[Box, Tensor] | None:
             """Make room for the part that no rank which stays has, and no other giver gives."""
-            for box, holders in _holders(entry).items():
+            for box, holders in holders_of(entry).items():
                 if giver == min(holders) and leaving >= set(holders):
                     return box, mine.add(entry, box)
             return None
@@ -561,7 +583,7 @@ def check_between_steps(model: nn.Module, doing: str) -> None:
 
 
 def _agree(
-    ranks: Ranks, doing: str, mine: Departure | None
+    ranks: Ranks, doing: str, mine: MovingState | None
 ) -> tuple[list[TensorEntry], list[Value]]:
     """Let all ranks know what they hold together.
 
@@ -573,12 +595,6 @@ def _agree(
         CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
     """
     origins = {} if mine is None else mine.origins
-
-    def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
-        every = [item for each in parts for item in each.items()]
-        found = mixed((name for name, _ in every), (origin for _, origin in every))
-        return [found] * len(parts)
-
     apart = ranks.together(doing, lambda: origins, find_mixed)
 
     def part() -> tuple[list[TensorEntry], list[Value], RankState | None]:
@@ -595,13 +611,24 @@ def _agree(
         values: dict[StatePath, Value] = {}
         for value in (each for _, of_rank, _ in parts for each in of_rank):
             values.setdefault(value.path, value)
-        merged = _merged(each for of_rank, _, _ in parts for each in of_rank)
+        merged = merge(each for of_rank, _, _ in parts for each in of_rank)
         return [(merged, list(values.values()))] * len(parts)
 
     return ranks.together(doing, part, answer)
 
 
-def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
+    """The tensors that only some ranks have taken apart, for each rank.
+
+    Args:
+        parts: where the tensors of each rank are in its state, by name.
+    """
+    every = [item for each in parts for item in each.items()]
+    found = mixed((name for name, _ in every), (origin for _, origin in every))
+    return [found] * len(parts)
+
+
+def merge(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """One entry for each tensor, with the pieces of all ranks.
 
     Raises:
@@ -617,7 +644,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                 )
             found[entry.fqn] = replace(known, pieces=known.pieces + entry.pieces)
     for entry in found.values():
-        boxes = list(_holders(entry))
+        boxes = list(holders_of(entry))
         if not is_tiling(boxes, entry.shape):
             raise CheckpointError(
                 f"{entry.fqn}: found parts {boxes[:4]} of shape {list(entry.shape)}, expected all "
@@ -626,7 +653,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return list(found.values())
 
 
-def _holders(entry: TensorEntry) -> dict[Box, list[int]]:
+def holders_of(entry: TensorEntry) -> dict[Box, list[int]]:
     """The ranks that hold each part of a tensor."""
     found: dict[Box, list[int]] = {}
     for piece in entry.pieces:
@@ -837,7 +864,7 @@ class _RowExchange:
         A rank that has what it needs takes it from itself, another from one of those that have it.
         """
         for entry in entries:
-            holders, most = _holders(entry), max(_AT_ONCE // entry.itemsize, 1)
+            holders, most = holders_of(entry), max(_AT_ONCE // entry.itemsize, 1)
             for target, needs in enumerate(wanted):
                 if entry.fqn not in needs:
                     continue
