@@ -48,6 +48,7 @@ from shardwise.runs.metrics import RankStep
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
+    from shardwise.app.recipes.core.memory import RunInMemory
     from shardwise.base.spans import StepTime
     from shardwise.timeline import Recording
 
@@ -89,6 +90,7 @@ class Loop:
         journal: where to record what happens.
         signals: which may ask to stop.
         timeline: records some of the steps.
+        memory: keeps versions in the memory of hosts; None: none are kept.
     """
 
     task: Task
@@ -99,6 +101,7 @@ class Loop:
     journal: Journal
     signals: StopSignals
     timeline: TimelineOfRun
+    memory: RunInMemory | None = None
 
     def __post_init__(self) -> None:
         self._per_step = self.config.examples_per_step(self.place.readers.size)
@@ -141,10 +144,14 @@ class Loop:
                         self.task.replicas.diloco.leave()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
+                    if self.memory is not None and not outcome.stop and self._left(position):
+                        self.memory.keep_if_due(position, self.task.module, self.task.optimizer)
                     if outcome.stop == MOVE_ON:
                         raise self._moved_on(position)
                     if outcome.stop:
                         raise self._stopped(position, outcome)
+            if self.memory is not None:
+                self.memory.wait()
             # It came after the last exchange, when other ranks may have left the loop.
             if (noted := self.signals.noted) > MOVE_ON:
                 raise Stopped(noted, self._farewell(position, noted))
@@ -320,6 +327,8 @@ class Loop:
 
     def _stopped(self, position: Position, outcome: _StepOutcome) -> Stopped:
         """Part with the ranks that were asked to stop, if the others can go on without them."""
+        if self.memory is not None:
+            self.memory.wait()
         farewell = self._farewell(position, outcome.stop)
         rank, leaving = self.place.world.rank, outcome.asked
         departure: Departure | None = None
@@ -343,6 +352,8 @@ class Loop:
     def _moved_on(self, position: Position) -> MovedOn:
         """Collect what this rank takes into the next world."""
         self._wait_for_checkpoint()
+        if self.memory is not None:
+            self.memory.wait()
         text = f"More hosts join after {self.span.shown(position)}."
         return MovedOn(signal.SIGTERM, text, self._departure(position))
 

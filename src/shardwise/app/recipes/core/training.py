@@ -10,7 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,9 @@ from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps
 from shardwise.runs.metrics_file import read_metrics
 from shardwise.transport.peers import Peers
 
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.memory import RunInMemory
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -56,6 +59,7 @@ class _Run:
     checkpoints: Checkpoints
     options: str
     host_names: Sequence[str]
+    memory: RunInMemory | None
 
     @property
     def per_step(self) -> int:
@@ -145,13 +149,18 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
         from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
-    return _Run(inputs, place, task, files, checkpoints, options, host_names)
+    memory, every = None, output.replicate_every
+    if every:
+        from shardwise.app.recipes.core.memory import RunInMemory
+
+        memory = RunInMemory(every, checkpoints, place.display.say)
+    return _Run(inputs, place, task, files, checkpoints, options, host_names, memory)
 
 
 def begin_and_train(run: _Run, before: Departure | None, signals: StopSignals) -> None:
     """Begin the training, or go on with it, and train to the end."""
     moves = any(Peers().gather_objects(before is not None, "the look for a training in memory"))
-    position = _take_over(run, before) if moves else _joined(run, _resume(run))
+    position = _take_over(run, before) if moves else _begin_or_go_on(run)
     if run.place.world.rank == 0:
         _train_and_record(run, position, signals)
     else:
@@ -177,6 +186,11 @@ def place_for(
     )
 
 
+def _begin_or_go_on(run: _Run) -> Position:
+    """Go on from what is in memory, else from the newest checkpoint, else begin."""
+    return _recover(run) or _joined(run, _resume(run))
+
+
 def _resume(run: _Run) -> Position:
     """Load the newest checkpoint, if the run goes on; return how far the run is."""
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
@@ -193,12 +207,35 @@ def _resume(run: _Run) -> Position:
 
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
-    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
-    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
+    _go_on_in_folder(run)
     extra = transfer(before, (run.task.module, run.task.optimizer))
     position = run.checkpoints.go_on(extra, run.files.root)
     _find_best(run, position.step)
     return position
+
+
+def _recover(run: _Run) -> Position | None:
+    """Go on from what hosts keep in memory; return how far the run is, None: they keep nothing."""
+    if run.memory is None:
+        return None
+    doing = f"looking for checkpoints in {run.files.checkpoints}"
+    saved = on_rank_zero(doing, run.checkpoints.steps)
+    at_least = saved[-1] if saved else 0
+    found = run.memory.recover(run.task.module, run.task.optimizer, at_least)
+    if found is None:
+        return None
+    _go_on_in_folder(run)
+    position = run.checkpoints.go_on(found.extra, run.files.root)
+    run.checkpoints.restore_random(found.extra, run.files.root, found.world_size)
+    run.place.display.say(f"memory     step {found.step} is back, without the disk")
+    _find_best(run, position.step)
+    return position
+
+
+def _go_on_in_folder(run: _Run) -> None:
+    """Go on in the folder of the run, whether it has a checkpoint or not."""
+    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
+    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
 
 
 def _find_best(run: _Run, newest: int) -> None:
@@ -321,6 +358,7 @@ def _train(
         journal=log,
         signals=signals,
         timeline=_timeline(run, position),
+        memory=run.memory,
     )
     position, results = loop.run(position)
     return run.task.finish(run.checkpoints.path(position.step), results)
