@@ -118,7 +118,7 @@ def replicate(
     neighbors.wait()
     carrier().check_threads()
     neighbors.ranks.begin(_DOING, lambda: check_arguments(replicate, given))
-    return neighbors.start(neighbors.copy(step, (model, optimizer), extra, folder))
+    return neighbors.start(neighbors.copy(step, (model, optimizer), extra, folder), step)
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,11 @@ class Neighbors:
         """Whether a version is under way on this rank."""
         return self._handle is not None and not self._handle.done()
 
-    def start(self, send: Callable[[], None]) -> Handle:
+    def start(self, send: Callable[[], None], step: int) -> Handle:
         """Send what was copied, in a thread."""
         assert self._share is not None
-        self._handle = Handle(send, self._place / self._share.version.name)
+        version = replace(self._share.version, step=step)
+        self._handle = Handle(send, self._place / version.name)
         self._handle.start()
         return self._handle
 

@@ -81,7 +81,8 @@ class RunInMemory:
             self._neighbors.wait()
             waited = time.perf_counter() - began
             extra = self._checkpoints.extra(position)
-            self._neighbors.start(self._neighbors.copy(position.step, (model, optimizer), extra))
+            send = self._neighbors.copy(position.step, (model, optimizer), extra)
+            self._neighbors.start(send, position.step)
         except CheckpointError as error:
             raise SaveError(f"--replicate-every: step {position.step}: {error}") from error
         if not self._has_begun and self._neighbors.cost is not None:
