@@ -475,7 +475,7 @@ class Agent(LocalAgent):
             self._say(outcome.farewell)
         text, meeting = verdict.text, self.meeting
         if meeting.is_alone:
-            text = f"{meeting.generation + 1} of {meeting.restarts}, from the last checkpoint"
+            text = f"{meeting.generation + 1} of {meeting.restarts}, from what is saved"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host
