@@ -141,25 +141,13 @@ def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
     manifest = parse_part(text, where, size)
     for i, entry in enumerate(manifest.tensors):
         if not is_tiling([piece.box for piece in entry.pieces], entry.shape):
-            refuse(
-                f"{where}, tensor {i} ({entry.fqn}), pieces",
-                "gaps or overlaps",
-                f"pieces that cover {list(entry.shape)} exactly",
-            )
+            expected = f"pieces that cover {list(entry.shape)} exactly"
+            refuse(f"{where}, tensor {i} ({entry.fqn}), pieces", "gaps or overlaps", expected)
     return manifest
 
 
 def parse_part(text: bytes, where: str, size: int) -> Manifest:
-    """Check a manifest whose pieces need not cover their tensors: others have the rest.
-
-    Args:
-        text: its bytes.
-        where: the file, for error messages.
-        size: bytes of all files that it describes.
-
-    Raises:
-        CheckpointError: it is damaged; the message names the entry.
-    """
+    """The same where pieces need not cover their tensors, because others have the rest."""
     fields = parse(text, where, size)
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])

@@ -46,7 +46,6 @@ from shardwise.checkpoint.ranks.optimizer import parameter_names
 from shardwise.checkpoint.ranks.optimizer_loading import check_groups, destinations
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
-    SavedState,
     in_place,
     model_state,
     own_tensors,
@@ -130,47 +129,7 @@ class _Parts:
             self._parts.pop(name, None)
 
 
-class MovingState(_Parts):
-    """What a rank holds of a training that goes on elsewhere, wherever it holds it.
-
-    Attributes:
-        model: whose memory it has; empty if that of none.
-        values: everything but tensors.
-    """
-
-    def __init__(self, state: SavedState, model: nn.Module | None = None) -> None:
-        super().__init__()
-        self.model = model or nn.Module()
-        self._state, self.values = state, state.values
-
-    @property
-    def held_beside(self) -> RankState:
-        """What is in ``extra``, for comparing it between ranks."""
-        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
-            (entry.path, ()): digest_of(part)
-            for name, entry in self._entries.items()
-            if entry.section == "extra"
-            for part in self._parts[name].values()  # one: they are not cut
-        }
-        values = [each for each in self.values if each.path[0] == "extra"]
-        return RankState([path for path, _ in digests], values, digests)
-
-    @property
-    def origins(self) -> dict[str, Origin]:
-        """Where its tensors are in the state, by name."""
-        return self._state.origins
-
-    def take_apart(self, names: Iterable[str]) -> None:
-        """Take tensors apart whose shards are of a tensor subclass on other ranks."""
-
-    def let_go(self) -> None:
-        """Have the model and the optimizer drop their memory, which stays here."""
-
-    def leave(self) -> None:
-        """Leave nothing in the model and the optimizer, and forget them."""
-
-
-class Departure(MovingState):
+class Departure(_Parts):
     """What a rank holds of a training that goes on elsewhere: on other ranks, perhaps later.
 
     It has the memory of the model and the optimizer, which may be dropped after :meth:`let_go`. The
@@ -183,6 +142,7 @@ class Departure(MovingState):
 
     Attributes:
         model: the model.
+        values: everything but tensors.
 
     Raises:
         MisuseError: the model is not between two steps, or the optimizer's state dict lacks states.
@@ -191,10 +151,11 @@ class Departure(MovingState):
     def __init__(
         self, source: Training, extra: Mapping[str, Any] | None = None, doing: str = "transfer"
     ) -> None:
+        super().__init__()
         check_between_steps(source[0], doing)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        super().__init__(state_of(*source, extra, rank=rank), source[0])
-        self._optimizer = source[1]
+        self.model, self._optimizer = source
+        self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
+        self.values = self._state.values
         self._check_states(doing)
         self._add_tensors()
 
@@ -225,6 +186,23 @@ class Departure(MovingState):
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
                 )
                 self.hold(entry, box, local)
+
+    @property
+    def held_beside(self) -> RankState:
+        """What is in ``extra``, for comparing it between ranks."""
+        digests: dict[tuple[StatePath, tuple[int, ...]], str] = {
+            (entry.path, ()): digest_of(part)
+            for name, entry in self._entries.items()
+            if entry.section == "extra"
+            for part in self._parts[name].values()  # one: they are not cut
+        }
+        values = [each for each in self.values if each.path[0] == "extra"]
+        return RankState([path for path, _ in digests], values, digests)
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """Where its tensors are in the state, by name."""
+        return self._state.origins
 
     def take_apart(self, names: Iterable[str]) -> None:
         """Take tensors apart whose shards are of a tensor subclass on other ranks."""
@@ -270,7 +248,7 @@ def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def transfer(
-    source: Training | MovingState | None,
+    source: Training | Departure | None,
     target: Training | None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -314,7 +292,7 @@ def transfer(
 
 
 def move(
-    source: Training | MovingState | None,
+    source: Training | Departure | None,
     target: Training | None,
     begin: Callable[[], None],
     undo: Callable[[], None],
@@ -339,15 +317,15 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
 
-    def depart() -> MovingState | None:
-        if source is None or isinstance(source, MovingState):
+    def depart() -> Departure | None:
+        if source is None or isinstance(source, Departure):
             return source
         return Departure(source, extra, doing)
 
     def kinds() -> tuple[bool, bool]:
         """Whether this rank is a target, and whether it has a model to which rows can go back."""
         check_arguments(move, given)
-        return target is not None, not isinstance(source, MovingState)
+        return target is not None, not isinstance(source, Departure)
 
     def check_kinds(given: list[tuple[bool, bool]]) -> list[bool]:
         if not any(is_target for is_target, _ in given):
@@ -366,7 +344,7 @@ def move(
 
     def check_both() -> tuple[frozenset[str], frozenset[str]]:
         arriving = check(target)
-        if not can_return or isinstance(source, MovingState):
+        if not can_return or isinstance(source, Departure):
             return arriving, frozenset()
         return arriving, arriving if source is target else check(source)
 
@@ -387,7 +365,7 @@ def move(
                 if not (is_agreed and can_return):
                     raise
                 _forget_frames(error)
-                assert not isinstance(source, MovingState)
+                assert not isinstance(source, Departure)
                 going.go_back(source, returning, target, undo)
             except BaseException:
                 for model in (target and target[0], leaving and leaving.model):
@@ -439,7 +417,7 @@ class _Move:
         target: Training | None,
         arriving: frozenset[str],
         begin: Callable[[], None],
-        leaving: MovingState | None = None,
+        leaving: Departure | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Bring everything to where it belongs, and return ``extra``.
@@ -583,7 +561,7 @@ def check_between_steps(model: nn.Module, doing: str) -> None:
 
 
 def _agree(
-    ranks: Ranks, doing: str, mine: MovingState | None
+    ranks: Ranks, doing: str, mine: Departure | None
 ) -> tuple[list[TensorEntry], list[Value]]:
     """Let all ranks know what they hold together.
 
@@ -618,11 +596,7 @@ def _agree(
 
 
 def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
-    """The tensors that only some ranks have taken apart, for each rank.
-
-    Args:
-        parts: where the tensors of each rank are in its state, by name.
-    """
+    """The tensors that only some ranks have taken apart, for each rank."""
     every = [item for each in parts for item in each.items()]
     found = mixed((name for name, _ in every), (origin for _, origin in every))
     return [found] * len(parts)

@@ -57,7 +57,6 @@ from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.moving import (
     Departure,
-    MovingState,
     Training,
     find_mixed,
     merge,
@@ -114,10 +113,8 @@ def replicate(
         RuntimeError: this rank is simulated.
     """
     given = locals()
-    neighbors = neighbors_of(group)
-    neighbors.wait()
+    neighbors = _checked(replicate, given)
     carrier().check_threads()
-    neighbors.ranks.begin(_DOING, lambda: check_arguments(replicate, given))
     return neighbors.start(neighbors.copy(step, (model, optimizer), extra, folder), step)
 
 
@@ -169,12 +166,21 @@ def recover(
         UserWarning: there were states, and too many hosts were lost.
     """
     given = locals()
-    neighbors = neighbors_of(group)
-    neighbors.ranks.begin(_RECOVER, lambda: check_arguments(recover, given))
+    neighbors = _checked(recover, given)
     found = neighbors.recover((model, optimizer), at_least, folder, group)
     if found is None and neighbors.lost is not None and neighbors.ranks.coordinates:
         warnings.warn(words_of_loss(neighbors.lost), stacklevel=2)
     return found
+
+
+def _checked(function: Callable[..., object], given: Mapping[str, Any]) -> Neighbors:
+    """The memory of hosts, once all ranks have checked the arguments of a function."""
+    if not dist.is_initialized():
+        check_arguments(function, given)
+    neighbors = neighbors_of(given["group"])
+    neighbors.wait()
+    neighbors.ranks.begin(function.__name__, lambda: check_arguments(function, given))
+    return neighbors
 
 
 def words_of_loss(step: int) -> str:
@@ -466,7 +472,7 @@ class Neighbors:
             if not world_size:
                 self.lost = max(self.lost or 0, version.step)
                 continue
-            extra = transfer(_state_in(files), target, group=group)
+            extra = transfer(_KeptState(files), target, group=group)
             self._complete, self.lost = version, None
             self._clean()
             return Recovered(version.step, extra, world_size)
@@ -538,20 +544,26 @@ def _held_by(rank: int, manifest: Manifest) -> tuple[TensorEntry, ...]:
     )
 
 
-def _state_in(files: Iterable[tuple[KeptFile, Manifest]]) -> MovingState:
-    """What this rank has to give of a version, from the files that it looks after."""
-    origins: dict[str, Origin] = {}
-    values: dict[StatePath, Value] = {}
-    state = MovingState(SavedState(origins=origins))
-    for file, manifest in files:
-        for value in manifest.values:
-            values.setdefault(value.path, value)
-        for entry in manifest.tensors:
-            origins[entry.fqn] = Origin(entry.path, entry.placements, entry.mesh)
-            if not entry.info.numel:
-                nothing = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-                state.hold(replace(entry, pieces=()), full_box(entry.shape), nothing)
-        for entry, box, tensor in file.pieces(manifest):
-            state.hold(replace(entry, pieces=()), box, tensor)
-    state.values = [*values.values()]
-    return state
+class _KeptState(Departure):
+    """What this rank has to give of a version, of no model that lives.
+
+    Args:
+        files: those that the rank looks after.
+    """
+
+    def __init__(self, files: Iterable[tuple[KeptFile, Manifest]]) -> None:
+        super(Departure, self).__init__()  # not from a model, as a departure
+        self.model, self._optimizer = nn.Module(), None
+        self._state = SavedState()
+        values: dict[StatePath, Value] = {}
+        for file, manifest in files:
+            for value in manifest.values:
+                values.setdefault(value.path, value)
+            for entry in manifest.tensors:
+                self.origins[entry.fqn] = Origin(entry.path, entry.placements, entry.mesh)
+                if not entry.info.numel:
+                    nothing = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                    self.hold(replace(entry, pieces=()), full_box(entry.shape), nothing)
+            for entry, box, tensor in file.pieces(manifest):
+                self.hold(replace(entry, pieces=()), box, tensor)
+        self.values = [*values.values()]

@@ -269,16 +269,7 @@ class Checkpoints:
         return position
 
     def restore_random(self, extra: dict[str, Any], where: Path, world_size: int) -> None:
-        """Restore random states, if the world has as many ranks as the one that they are of.
-
-        Args:
-            extra: what :meth:`extra` returned.
-            where: names it in messages.
-            world_size: the number of ranks then.
-
-        Raises:
-            CheckpointError: it is no such thing.
-        """
+        """Restore random states, if the world has as many ranks as the one that they are of."""
         import torch.distributed as dist
 
         if (world_size, _replicas(extra)) == (dist.get_world_size(self._group), self._replicas):

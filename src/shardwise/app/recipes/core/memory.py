@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
+from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
 from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError, UserError, lost_peer_behind
 from shardwise.base.units import binary_size, counted
 from shardwise.checkpoint.ranks.neighbor import (
     Neighbors,
-    Recovered,
     neighbors_of,
     words_of_loss,
 )
@@ -41,18 +41,24 @@ class RunInMemory:
         self._has_warned = False
 
     def recover(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, at_least: int
-    ) -> Recovered | None:
-        """Bring the run back, if hosts have kept it. Every rank calls it.
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, files: RunDir
+    ) -> Position | None:
+        """Bring the run back, if hosts have kept it since its newest checkpoint. All ranks call it.
 
         Args:
             model: of the run.
             optimizer: of the run.
-            at_least: the step of the newest checkpoint; 0: there is none.
+            files: its folder, which need not have a checkpoint.
+
+        Returns:
+            How far it is; ``None``: there is nothing to go on from.
 
         Raises:
             UserError: versions cannot be kept here.
         """
+        checkpoints, doing = self._checkpoints, f"looking for checkpoints in {files.checkpoints}"
+        saved = on_rank_zero(doing, checkpoints.steps)
+        at_least = saved[-1] if saved else 0
         try:
             found = self._neighbors.recover((model, optimizer), at_least)
         except CheckpointError as error:
@@ -62,7 +68,13 @@ class RunInMemory:
         if found is None and self._neighbors.lost is not None:
             since = f"the checkpoint of step {at_least}" if at_least else "the beginning"
             self._say(f"memory     {words_of_loss(self._neighbors.lost)}; going on from {since}")
-        return found
+        if found is None:
+            return None
+        on_rank_zero(f"going on in {files.root}", files.make)
+        position = checkpoints.go_on(found.extra, files.root)
+        checkpoints.restore_random(found.extra, files.root, found.world_size)
+        self._say(f"memory     step {found.step} is back, without the disk")
+        return position
 
     def keep_if_due(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer

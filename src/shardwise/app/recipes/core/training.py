@@ -25,7 +25,7 @@ from shardwise.app.recipes.core.begin import (
 )
 from shardwise.app.recipes.core.build import count, shard_bytes, transport_name
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
+from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
@@ -46,6 +46,7 @@ from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.core.memory import RunInMemory
+    from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
 def begin_and_train(run: _Run, before: Departure | None, signals: StopSignals) -> None:
     """Begin the training, or go on with it, and train to the end."""
     moves = any(Peers().gather_objects(before is not None, "the look for a training in memory"))
-    position = _take_over(run, before) if moves else _begin_or_go_on(run)
+    position = _take_over(run, before) if moves else _recover(run) or _joined(run, _resume(run))
     if run.place.world.rank == 0:
         _train_and_record(run, position, signals)
     else:
@@ -186,11 +187,6 @@ def place_for(
     )
 
 
-def _begin_or_go_on(run: _Run) -> Position:
-    """Go on from what is in memory, else from the newest checkpoint, else begin."""
-    return _recover(run) or _joined(run, _resume(run))
-
-
 def _resume(run: _Run) -> Position:
     """Load the newest checkpoint, if the run goes on; return how far the run is."""
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
@@ -207,7 +203,8 @@ def _resume(run: _Run) -> Position:
 
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
-    _go_on_in_folder(run)
+    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
+    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
     extra = transfer(before, (run.task.module, run.task.optimizer))
     position = run.checkpoints.go_on(extra, run.files.root)
     _find_best(run, position.step)
@@ -218,24 +215,10 @@ def _recover(run: _Run) -> Position | None:
     """Go on from what hosts keep in memory; return how far the run is, None: they keep nothing."""
     if run.memory is None:
         return None
-    doing = f"looking for checkpoints in {run.files.checkpoints}"
-    saved = on_rank_zero(doing, run.checkpoints.steps)
-    at_least = saved[-1] if saved else 0
-    found = run.memory.recover(run.task.module, run.task.optimizer, at_least)
-    if found is None:
-        return None
-    _go_on_in_folder(run)
-    position = run.checkpoints.go_on(found.extra, run.files.root)
-    run.checkpoints.restore_random(found.extra, run.files.root, found.world_size)
-    run.place.display.say(f"memory     step {found.step} is back, without the disk")
-    _find_best(run, position.step)
-    return position
-
-
-def _go_on_in_folder(run: _Run) -> None:
-    """Go on in the folder of the run, whether it has a checkpoint or not."""
-    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
-    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
+    found = run.memory.recover(run.task.module, run.task.optimizer, run.files)
+    if found is not None:
+        _find_best(run, found.step)
+    return found
 
 
 def _find_best(run: _Run, newest: int) -> None:
@@ -364,12 +347,16 @@ def _train(
     return run.task.finish(run.checkpoints.path(position.step), results)
 
 
-def _timeline(run: _Run, position: Position) -> TimelineOfRun:
+def _timeline(run: _Run, position: Position) -> TimelineOfRun | None:
     asked, say = run.inputs.train.output.timeline, run.place.display.say
+    if asked is None:
+        return None
+    from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun, read_prediction
+
     left = run.span.left(position, run.per_step)
-    steps = range(0) if asked is None else steps_to_record(asked, position.step, left)
+    steps = steps_to_record(asked, position.step, left)
     here = range(position.step + 1, position.step + left + 1)
-    if asked is not None and not (steps and steps[-1] in here):
+    if not (steps and steps[-1] in here):
         found = f"steps {here[0]} to {here[-1]}" if here else "no step"
         say(f"warning    --timeline {asked}: this session makes {found}")
     return TimelineOfRun(steps, run.files.timeline, say, read_prediction() if steps else None)
