@@ -5,6 +5,7 @@
 All train the same model with the same number of processes, started as a user starts them:
 
     sync:K      shardwise train lm --max-restarts N --async-checkpoint --checkpoint-every K
+    memory:K    the same with --checkpoint-every 100 --replicate-every K
     diloco:H    shardwise train lm --max-restarts N --strategy diloco --local-steps H
                     --diloco-deadline S, each process a replica and a world of its own
 
@@ -63,7 +64,13 @@ _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
 #: DiLoCo keeps so much of its speed at the rates that leave a synchronous training less than that.
 KEPT, LOST = 0.88, 0.40
-SYNCHRONOUS, DILOCO = "sync", "diloco"
+SYNCHRONOUS, MEMORY, DILOCO = "sync", "memory", "diloco"
+#: The kinds of contenders, with the number of steps that each has.
+TITLES = {
+    SYNCHRONOUS: "synchronous, saves every {}",
+    MEMORY: "synchronous, in memory every {}",
+    DILOCO: "DiLoCo, H = {}",
+}
 JUDGED = 1024  # sequences
 _POINTS = 8  # checkpoints of a curve of losses
 
@@ -154,6 +161,8 @@ class Run:
             "--keep-last": 2 if self.per_minute else 1000,
             "--checkpoint-every": self.every,
         }
+        if kind_of(self.contender) == MEMORY:
+            options |= {"--checkpoint-every": 100, "--replicate-every": self.every}
         if is_diloco(self.contender):
             options |= {
                 "--strategy": "diloco",
@@ -249,20 +258,25 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _contender(name: str) -> str:
     kind, _, number = name.partition(":")
-    if kind not in (SYNCHRONOUS, DILOCO) or not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{name!r} is neither sync:STEPS nor diloco:STEPS")
+    if kind not in TITLES or not number.isdecimal() or int(number) < 1:
+        expected = ", ".join(f"{each}:STEPS" for each in TITLES)
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {expected}")
     return name
 
 
 def title(contender: str) -> str:
     """Name a contender, such as ``sync:20``."""
-    kind, _, number = contender.partition(":")
-    return f"DiLoCo, H = {number}" if kind == DILOCO else f"synchronous, saves every {number}"
+    return TITLES[kind_of(contender)].format(contender.partition(":")[2])
+
+
+def kind_of(contender: str) -> str:
+    """Return what a contender is: a key of :data:`TITLES`."""
+    return contender.partition(":")[0]
 
 
 def is_diloco(contender: str) -> bool:
     """Whether a contender trains with DiLoCo."""
-    return contender.partition(":")[0] == DILOCO
+    return kind_of(contender) == DILOCO
 
 
 def runs_of(case: dict[str, Any], contender: str) -> dict[float, dict[str, Any]]:
@@ -373,7 +387,7 @@ def main() -> int:
     made = parser(__doc__, picture=None)
     add = made.add_argument
     contenders = ["sync:20", "diloco:10"]
-    names = f"sync:STEPS, diloco:STEPS ({','.join(contenders)})"
+    names = f"{', '.join(f'{each}:STEPS' for each in TITLES)} ({','.join(contenders)})"
     seconds = number(1e-3, 86400, "a number of seconds")
     add("--contenders", type=listed(_contender), default=contenders, help=names)
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]

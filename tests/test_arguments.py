@@ -94,6 +94,7 @@ MADE_BY_US = {
     "PlannedStep",
     "Publication",
     "Recording",
+    "Recovered",
     "Report",
     "SimulatedRank",
     "SimulatedRanks",

@@ -337,6 +337,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--strategy hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing full --recompute-every 2 --transport collectives --out here "
         "--checkpoint-every 5 --keep-last 9 --async-checkpoint --eval-every 4 --keep-best "
+        "--replicate-every 3 "
         "--log wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0 "
         "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12 "
@@ -361,7 +362,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "collective_wire": "gather=fp32,reduce=fp32", "reshard_after_forward": None,
         "recompute_every": 2, "activation_checkpointing": "full", "out": "here",
         "checkpoint_every": 5, "keep_last": 9, "keep_best": True, "compile": False,
-        "async_checkpoint": True, "eval_every": 4, "log": "wandb,jsonl",
+        "async_checkpoint": True, "replicate_every": 3, "eval_every": 4, "log": "wandb,jsonl",
         "existing": "overwrite", "log_every": 1,
         "diloco": None, "tokenizer": "gpt2", "streams": 12, "shuffle_buffer": 9,
         "batch_tokens": 256, "peak_flops": 1e12, "peer_timeout": None, "over_hosts": False,

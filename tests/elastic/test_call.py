@@ -183,7 +183,7 @@ def test_a_function_is_called_again_after_a_failure(
     assert shardwise.launch(each_rank, max_restarts=1) == [(2, lost)]
     err = capsys.readouterr().err
     assert "ValueError: once\n" in err
-    assert err.endswith("restart    1 of 1, from the last checkpoint\n")
+    assert err.endswith("restart    1 of 1, from what is saved\n")
 
 
 def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:

@@ -69,4 +69,4 @@ def test_a_job_is_restarted_as_often_as_it_may(
     if how == "once":
         assert "attempt 1 of 2 ranks" in out
         assert "rank 1 of 2 was killed by SIGKILL" in err
-        assert "restart    1 of 2, from the last checkpoint" in err
+        assert "restart    1 of 2, from what is saved" in err

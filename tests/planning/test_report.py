@@ -9,11 +9,12 @@ import pytest
 
 from shardwise.base.observe import Activity, Memory
 from shardwise.base.spans import StepTime
-from shardwise.frontends.strategies import WantedMesh
+from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.events import Log, Start, Wait
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import Available, Plan, Traffic
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.planning.text import head
 
 MiB = 2**20
 RANK = RankBytes(
@@ -128,3 +129,29 @@ def test_without_a_machine_traffic_remains() -> None:
     step = make_plan(traffic=Traffic.of(LOG)).to_json()["step"]
     assert step["seconds"] is None
     assert step["bytes_sent"]["dp"] == 6300
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "host", "sent"),
+    [
+        ("dp=8", "full", 8 * 600, 0),  # one host: two versions of its eight shards
+        ("dp=16", "full", 16 * 600, 300),  # and two of those of the host before
+        ("dp_replicate=2,dp_shard=8", "hybrid", 8 * 600, 0),  # which the other host holds anyway
+        ("dp_replicate=2,dp_shard=16", "hybrid", 8 * 600, 0),
+    ],
+)
+def test_a_version_in_memory_is_sent_where_no_other_host_holds_it(
+    mesh: str, strategy: str, host: int, sent: int
+) -> None:
+    settings = Settings(
+        mesh=WantedMesh.parse(mesh), strategy=Strategy(strategy), ranks_per_host=8,
+        replicate_every=10,
+    )  # fmt: skip
+    plan = make_plan(settings=settings)
+    assert plan.kept_in_memory == (host * MiB, sent * MiB)
+    assert plan.to_json()["in_memory"] == {
+        "every": 10,
+        "bytes_on_host": host * MiB,
+        "bytes_sent": sent * MiB,
+    }
+    assert str(sent) in dict(head(plan))["in memory"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise.app.recipes.core.journal import Journal, StepMetrics
-from shardwise.app.recipes.core.loop import Loop, TimelineOfRun
+from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.plan import plan_training
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import RecipeConfig
@@ -85,7 +85,6 @@ def _sent_in_step(rank: int, world_size: int, config: RecipeConfig) -> Traffic:
             checkpoints=run.checkpoints,
             journal=_CountingJournal(counts),
             signals=StopSignals(),
-            timeline=TimelineOfRun(range(0), run.files.timeline, print),
         )
         with pytest.raises(_CountedError):
             loop.run(Position())

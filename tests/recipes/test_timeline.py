@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardwise import timeline
-from shardwise.app.recipes.core.loop import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.recipe import PLAN_FILE
+from shardwise.app.recipes.core.timeline_of_run import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base import plain
 from shardwise.base.observe import Activity, is_observed

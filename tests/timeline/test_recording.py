@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, timeline
-from shardwise.app.recipes.core.loop import TimelineOfRun
+from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun
 from shardwise.base.errors import CheckpointError, PeerLostError
 from shardwise.base.observe import Activity, Memory, is_observed
 from shardwise.timeline.rank import COLLECTIVES

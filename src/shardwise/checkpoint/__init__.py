@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load, load_weights
     from shardwise.checkpoint.ranks.moving import transfer
+    from shardwise.checkpoint.ranks.neighbor import Recovered, recover, replicate
     from shardwise.checkpoint.ranks.per_rank import PerRank, per_rank
     from shardwise.checkpoint.ranks.saving import Handle, async_save, save
     from shardwise.checkpoint.ranks.xla import (
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "Handle",
     "PerRank",
+    "Recovered",
     "StoreError",
     "async_save",
     "consolidate_sharded_model_checkpoints",
@@ -34,6 +36,8 @@ __all__ = [
     "load_rank_checkpoint",
     "load_weights",
     "per_rank",
+    "recover",
+    "replicate",
     "save",
     "save_hf",
     "save_rank_checkpoint",

@@ -44,6 +44,7 @@ from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
+from shardwise.elastic.memory_folder import delete_memory
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
 from shardwise.elastic.output import NewLines, RankOutput, Shown
@@ -170,6 +171,7 @@ class Agent(LocalAgent):
                 rank.close()
             self.meeting.shutdown()
             self._folder.cleanup()
+            delete_memory(self.meeting.job_id)
         verdict, outcome = self.meeting.verdict, self._outcome
         if verdict is None and outcome is not None and outcome.exit_code:
             return outcome.exit_code
@@ -473,7 +475,7 @@ class Agent(LocalAgent):
             self._say(outcome.farewell)
         text, meeting = verdict.text, self.meeting
         if meeting.is_alone:
-            text = f"{meeting.generation + 1} of {meeting.restarts}, from the last checkpoint"
+            text = f"{meeting.generation + 1} of {meeting.restarts}, from what is saved"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host

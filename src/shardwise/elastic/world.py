@@ -173,12 +173,22 @@ def job_id() -> str | None:
     if run_id is None:
         return None
     agent = os.getppid()
-    try:
-        # Process ids are reused; together with the start time they are unique.
-        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
+    started = start_of(agent)
+    if started is None:
         return None
     return f"{run_id}, process {agent} on {socket.gethostname()}, started at tick {started}"
+
+
+def start_of(process: int) -> int | None:
+    """Return when a process has started, in ticks since the system has; None: it does not run.
+
+    Process ids are reused; together with this they are unique.
+    """
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _number(name: str, default: int | None, *, low: int, below: int | None = None) -> int:

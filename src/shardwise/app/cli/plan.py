@@ -49,6 +49,7 @@ from shardwise.insight.schema.option import (
     OUTPUT,
     SHARDING,
     Config,
+    Natural,
     OptionError,
     option_name,
     option_names,
@@ -135,6 +136,9 @@ class PlanConfig(Config):
     sharding: StrategyConfig = field(default=StrategyConfig())
     step: PlannedStep = field(default=PlannedStep())
     machine: MachineConfig = field(default=MachineConfig())
+    replicate_every: Natural = setting(
+        0, "Say what hosts keep in memory, as for `shardwise train`; 0: nothing.", OUTPUT
+    )
     fit: str | None = setting(
         None,
         "Find the fastest strategy, batch size, checkpointing and mesh that fits into this "
@@ -159,7 +163,8 @@ class PlanConfig(Config):
             check_page(self.html)
         with reporting():
             mesh = WantedMesh.parse(self.mesh, MOST_RANKS)
-            settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)
+            asked = (self.sharding, self.step, self.machine)
+            settings = Settings.of(*asked, mesh=mesh, replicate_every=self.replicate_every)
             if not is_code(model):
                 find_settings(model)  # before torch is imported
             if self.compare:

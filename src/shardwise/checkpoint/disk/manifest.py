@@ -149,6 +149,16 @@ def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
     Raises:
         CheckpointError: it is damaged; the message names the entry.
     """
+    manifest = parse_part(text, where, size)
+    for i, entry in enumerate(manifest.tensors):
+        if not is_tiling([piece.box for piece in entry.pieces], entry.shape):
+            expected = f"pieces that cover {list(entry.shape)} exactly"
+            refuse(f"{where}, tensor {i} ({entry.fqn}), pieces", "gaps or overlaps", expected)
+    return manifest
+
+
+def parse_part(text: bytes, where: str, size: int) -> Manifest:
+    """The same where pieces need not cover their tensors, because others have the rest."""
     fields = parse(text, where, size)
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
@@ -309,7 +319,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
     shape = fields.numbers("shape")
     check_shape(shape, itemsize(dtype), where)
-    entry = TensorEntry(
+    return TensorEntry(
         path=path,
         shape=shape,
         dtype=dtype,
@@ -320,9 +330,6 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
             for i, item in enumerate(fields.items("pieces", MAX_PIECES))
         ),
     )
-    if not is_tiling([piece.box for piece in entry.pieces], shape):
-        refuse(f"{where}, pieces", "gaps or overlaps", f"pieces that cover {list(shape)} exactly")
-    return entry
 
 
 def _piece(

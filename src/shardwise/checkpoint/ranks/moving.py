@@ -481,7 +481,7 @@ class _Move:
             return back.entries(self._ranks.rank)
 
         def answer(parts: list[list[TensorEntry]]) -> list[list[TensorEntry]]:
-            merged = _merged(entry for each in parts for entry in each)
+            merged = merge(entry for each in parts for entry in each)
             return [[each for each in merged if each.section != "extra"]] * len(parts)
 
         entries = self._ranks.together(self._doing, turn, answer)
@@ -522,7 +522,7 @@ def hand_over(mine: Departure, leaving: Set[int]) -> None:
 
         def take(entry: TensorEntry, giver: int | None = giver) -> tuple[Box, Tensor] | None:
             """Make room for the part that no rank which stays has, and no other giver gives."""
-            for box, holders in _holders(entry).items():
+            for box, holders in holders_of(entry).items():
                 if giver == min(holders) and leaving >= set(holders):
                     return box, mine.add(entry, box)
             return None
@@ -573,12 +573,6 @@ def _agree(
         CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
     """
     origins = {} if mine is None else mine.origins
-
-    def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
-        every = [item for each in parts for item in each.items()]
-        found = mixed((name for name, _ in every), (origin for _, origin in every))
-        return [found] * len(parts)
-
     apart = ranks.together(doing, lambda: origins, find_mixed)
 
     def part() -> tuple[list[TensorEntry], list[Value], RankState | None]:
@@ -595,13 +589,20 @@ def _agree(
         values: dict[StatePath, Value] = {}
         for value in (each for _, of_rank, _ in parts for each in of_rank):
             values.setdefault(value.path, value)
-        merged = _merged(each for of_rank, _, _ in parts for each in of_rank)
+        merged = merge(each for of_rank, _, _ in parts for each in of_rank)
         return [(merged, list(values.values()))] * len(parts)
 
     return ranks.together(doing, part, answer)
 
 
-def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
+    """The tensors that only some ranks have taken apart, for each rank."""
+    every = [item for each in parts for item in each.items()]
+    found = mixed((name for name, _ in every), (origin for _, origin in every))
+    return [found] * len(parts)
+
+
+def merge(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """One entry for each tensor, with the pieces of all ranks.
 
     Raises:
@@ -617,7 +618,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                 )
             found[entry.fqn] = replace(known, pieces=known.pieces + entry.pieces)
     for entry in found.values():
-        boxes = list(_holders(entry))
+        boxes = list(holders_of(entry))
         if not is_tiling(boxes, entry.shape):
             raise CheckpointError(
                 f"{entry.fqn}: found parts {boxes[:4]} of shape {list(entry.shape)}, expected all "
@@ -626,7 +627,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     return list(found.values())
 
 
-def _holders(entry: TensorEntry) -> dict[Box, list[int]]:
+def holders_of(entry: TensorEntry) -> dict[Box, list[int]]:
     """The ranks that hold each part of a tensor."""
     found: dict[Box, list[int]] = {}
     for piece in entry.pieces:
@@ -837,7 +838,7 @@ class _RowExchange:
         A rank that has what it needs takes it from itself, another from one of those that have it.
         """
         for entry in entries:
-            holders, most = _holders(entry), max(_AT_ONCE // entry.itemsize, 1)
+            holders, most = holders_of(entry), max(_AT_ONCE // entry.itemsize, 1)
             for target, needs in enumerate(wanted):
                 if entry.fqn not in needs:
                     continue

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.base.observe import Memory
 from shardwise.base.spans import StepTime
+from shardwise.frontends.strategies import REPLICATE
 from shardwise.insight.planning.clock import sent
 from shardwise.insight.planning.events import Log, Start
 from shardwise.insight.planning.memory import RankBytes
@@ -157,6 +158,22 @@ class Plan:
         return None if self.available is None else self.needed <= self.available.nbytes
 
     @property
+    def kept_in_memory(self) -> tuple[int, int]:
+        """What ``--replicate-every`` takes: bytes on a host, and those that a rank sends each time.
+
+        A host keeps two versions of the shards and states of its ranks, and of the ranks before
+        them, unless these are on another host in any case.
+        """
+        world, here = self.settings.world, self.settings.on_host
+        apart = dict(zip(world.names, world.shape, strict=True)).get(REPLICATE, 1)
+        held = max(rank.parameters + rank.optimizer for rank in self.ranks)
+        if self.settings.offload or self.settings.offload_parameters:
+            held += max(rank.offloaded for rank in self.ranks)
+        sends = world.size > here and apart == 1
+        kept = min(here, world.size // apart) * held
+        return 2 * kept * (1 + sends), held * sends
+
+    @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that a rank sends in a step, by mesh dimension."""
         sums: Counter[str] = Counter()
@@ -196,6 +213,13 @@ class Plan:
                 "every": diloco.local_steps,
                 "bytes_sent": self.exchanged,
             },
+            "in_memory": {
+                "every": self.settings.replicate_every,
+                "bytes_on_host": self.kept_in_memory[0],
+                "bytes_sent": self.kept_in_memory[1],
+            }
+            if self.settings.replicate_every
+            else None,
             "fits": self.fits,
             "reserved": self.reserved,
             "available": None

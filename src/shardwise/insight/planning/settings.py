@@ -253,6 +253,7 @@ class Settings(StrategyConfig, PlannedStep):
         diloco: how replicas that train apart exchange parameters.
         gathers: how often parameters that stay in memory after forward are gathered.
         after_step: called with the model after each step; ``None``: nothing is.
+        replicate_every: steps between versions that hosts keep in memory; 0: none.
     """
 
     mesh: WantedMesh
@@ -264,6 +265,7 @@ class Settings(StrategyConfig, PlannedStep):
     diloco: DilocoConfig | None = None
     gathers: Gathers = Gathers.EVERY_MICROBATCH
     after_step: Callable[[Any], None] | None = None
+    replicate_every: int = 0
 
     @classmethod
     def of(cls, *configs: Config, **own: Any) -> Settings:

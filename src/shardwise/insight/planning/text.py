@@ -91,6 +91,10 @@ def head(plan: Plan) -> Iterator[tuple[str, str]]:
     if (diloco := settings.diloco) is not None:
         sent = f"{binary_size(plan.exchanged)} sent by a rank as {diloco.wire.value}"
         yield "exchange", f"every {counted(diloco.local_steps, 'step')}, {sent}"
+    if every := settings.replicate_every:
+        kept_on_host, sent_by_rank = map(binary_size, plan.kept_in_memory)
+        each = f"{sent_by_rank} sent by a rank every {counted(every, 'step')}"
+        yield "in memory", f"{kept_on_host} of a host; {each}"
     if plan.machine:
         yield "machine", plan.machine
     yield "memory", verdict(plan)

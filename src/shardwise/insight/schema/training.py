@@ -350,6 +350,12 @@ class OutputConfig(Config):
         "shards and optimizer state.",
         OUTPUT,
     )
+    replicate_every: Natural = setting(
+        0,
+        "Steps between versions that each host keeps in memory for itself and for the host before "
+        "it, from which --max-restarts goes on without a disk; 0: none.",
+        OUTPUT,
+    )
     eval_every: Natural = setting(100, "Steps between evaluations; 0: only at the end.", OUTPUT)
     timeline: str | None = setting(
         None,
@@ -490,6 +496,7 @@ class TrainConfig(StepConfig):
             "--offload": (sharding.offload, in_memory),
             "--offload-parameters": (sharding.offload_parameters, in_memory),
             "--step-in-backward": (self.stepping is Stepping.IN_BACKWARD, "step after backward"),
+            "--replicate-every": (self.output.replicate_every, "have copies of all parameters"),
         }
         for name, (asked_for, why) in others.items():
             expected = f"another strategy: replicas that train apart {why}"

@@ -254,8 +254,6 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint is damaged, or is of another model.
         """
-        import torch.distributed as dist
-
         from shardwise.checkpoint import load
 
         path = self.path(step)
@@ -268,10 +266,15 @@ class Checkpoints:
                     "if need be)"
                 )
             position = self.go_on(extra, path)
-            before = (read_manifest(path).world_size, _replicas(extra))
-            if before == (dist.get_world_size(self._group), self._replicas):
-                _set_random_state(self.device, extra, path)
+            self.restore_random(extra, path, read_manifest(path).world_size)
         return position
+
+    def restore_random(self, extra: dict[str, Any], where: Place, world_size: int) -> None:
+        """Restore random states, if the world has as many ranks as the one that they are of."""
+        import torch.distributed as dist
+
+        if (world_size, _replicas(extra)) == (dist.get_world_size(self._group), self._replicas):
+            _set_random_state(self.device, extra, where)
 
     def go_on(self, extra: Mapping[str, Any], where: Place) -> Position:
         """Go on from what :meth:`extra` returned; ``where`` names it in messages.

@@ -22,10 +22,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_line
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Task, TrainContext
-from shardwise.base import devices, observe, plain
+from shardwise.app.recipes.core.recipe import Task, TrainContext
+from shardwise.base import devices, observe
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, signal_name
@@ -48,8 +46,8 @@ from shardwise.runs.metrics import RankStep
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from shardwise.base.spans import StepTime
-    from shardwise.timeline import Recording
+    from shardwise.app.recipes.core.memory import RunInMemory
+    from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun
 
 
 RECENT = 20  # steps over which speed is averaged
@@ -88,7 +86,8 @@ class Loop:
         checkpoints: of the run.
         journal: where to record what happens.
         signals: which may ask to stop.
-        timeline: records some of the steps.
+        timeline: records some of the steps; None: it records none.
+        memory: keeps versions in the memory of hosts; None: none are kept.
     """
 
     task: Task
@@ -98,7 +97,8 @@ class Loop:
     checkpoints: Checkpoints
     journal: Journal
     signals: StopSignals
-    timeline: TimelineOfRun
+    timeline: TimelineOfRun | None = None
+    memory: RunInMemory | None = None
 
     def __post_init__(self) -> None:
         self._per_step = self.config.examples_per_step(self.place.readers.size)
@@ -125,9 +125,10 @@ class Loop:
         self.place.display.begin(position.step, position.step + left, self.task.unit)
         evaluated: dict[str, float] = {}
         try:
-            with self.signals.deferred(), self.timeline, self._recording_failure():
+            nothing, timeline = contextlib.nullcontext(), self.timeline
+            with self.signals.deferred(), timeline or nothing, self._recording_failure():
                 while self._left(position):
-                    with self.timeline.step(position.step + 1):
+                    with timeline.step(position.step + 1) if timeline else nothing:
                         started = time.perf_counter()
                         before, outcome = position, self._step(position)
                         self._durations.append(time.perf_counter() - started)
@@ -141,6 +142,10 @@ class Loop:
                         self.task.replicas.diloco.leave()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
+                    if self.memory is not None and (outcome.stop or not self._left(position)):
+                        self.memory.wait()
+                    elif self.memory is not None:
+                        self.memory.keep_if_due(position, self.task.module, self.task.optimizer)
                     if outcome.stop == MOVE_ON:
                         raise self._moved_on(position)
                     if outcome.stop:
@@ -392,86 +397,3 @@ def _how_to_resume() -> str:
         return "To go on:\n  " + command_line(sys.argv[1:])
     arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
     return "To go on:\n  " + command_line([*arguments, "--resume"])
-
-
-def read_prediction() -> StepTime | None:
-    """Return what ``--plan`` predicted; ``None`` if it was not asked for, or knows no times."""
-    planned = os.environ.get(PLAN_FILE)
-    if planned is None:
-        return None
-    from shardwise.base.spans import StepTime
-
-    path = Path(planned).with_name(PREDICTION)
-    try:
-        return plain.read(StepTime, path.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-@dataclass
-class TimelineOfRun:
-    """Records some steps of a training, and nothing otherwise.
-
-    Attributes:
-        steps: which; empty: none.
-        folder: where the timeline is written.
-        say: tells the user what came of it.
-        prediction: what a plan says that a step takes.
-    """
-
-    steps: range
-    folder: Path
-    say: Callable[[str], object]
-    prediction: StepTime | None = None
-    _recording: Recording | None = field(default=None, init=False)
-
-    def __enter__(self) -> TimelineOfRun:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Write what was recorded, also if the training ended before the last of the steps."""
-        if error is None or isinstance(error, Stopped):
-            self._finish()
-        elif self._recording is not None:
-            self._recording.__exit__(kind, error, trace)
-
-    @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Record a step, if it is one of those. Every rank calls it."""
-        if number not in self.steps:
-            yield
-            return
-        if self._recording is None:
-            from shardwise.timeline import record  # few trainings need it
-
-            recording = record(self.folder, prediction=self.prediction)
-            try:
-                recording.__enter__()
-            except OSError as error:  # on all ranks alike; the training matters more
-                self.say(f"warning    --timeline: {self.folder} cannot be written: {error}")
-                self.steps = range(0)
-                yield
-                return
-            self._recording = recording
-        with self._recording.step(number):
-            yield
-        if number == self.steps[-1]:
-            self._finish()
-
-    def _finish(self) -> None:
-        recording, self._recording = self._recording, None
-        if recording is None:
-            return
-        try:
-            recording.__exit__(None, None, None)
-        except (OSError, CheckpointError) as error:  # the training matters more
-            self.say(f"timeline   {self.folder} could not be written: {error}")
-            return
-        assert recording.timeline is not None
-        self.say(f"timeline   {recording.timeline.summary()}")
-        self.say(f"timeline   {self.folder}")

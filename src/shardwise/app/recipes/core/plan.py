@@ -116,6 +116,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
         batch=example.batch,
         step=example.loss,
         after_step=example.after_step,
+        replicate_every=config.output.replicate_every,
     )
 
 

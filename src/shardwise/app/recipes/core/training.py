@@ -25,7 +25,7 @@ from shardwise.app.recipes.core.begin import (
 )
 from shardwise.app.recipes.core.build import count, shard_bytes, transport_name
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
+from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import (
@@ -58,7 +58,9 @@ from shardwise.runs.metrics_file import read_metrics
 from shardwise.transport.peers import Peers
 
 if TYPE_CHECKING:
+    from shardwise.app.recipes.core.memory import RunInMemory
     from shardwise.app.recipes.core.sinks import Sink
+    from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class _Run:
     checkpoints: Checkpoints
     options: str
     host_names: Sequence[str]
+    memory: RunInMemory | None
 
     @property
     def per_step(self) -> int:
@@ -162,13 +165,18 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
     checkpoints.run = files
-    return _Run(inputs, place, task, files, checkpoints, options, host_names)
+    memory, every = None, output.replicate_every
+    if every:
+        from shardwise.app.recipes.core.memory import RunInMemory
+
+        memory = RunInMemory(every, checkpoints, place.display.say)
+    return _Run(inputs, place, task, files, checkpoints, options, host_names, memory)
 
 
 def begin_and_train(run: _Run, before: Departure | None, signals: StopSignals) -> None:
     """Begin the training, or go on with it, and train to the end."""
     moves = any(Peers().gather_objects(before is not None, "the look for a training in memory"))
-    position = _take_over(run, before) if moves else _joined(run, _resume(run))
+    position = _take_over(run, before) if moves else _recover(run) or _joined(run, _resume(run))
     if run.place.world.rank == 0:
         _train_and_record(run, position, signals)
     else:
@@ -210,12 +218,28 @@ def _resume(run: _Run) -> Position:
 
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
-    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
-    on_rank_zero(f"going on in {run.files.place}", lambda: run.files.begin(resumed))
+    _keep_folder(run)
     extra = transfer(before, (run.task.module, run.task.optimizer))
     position = run.checkpoints.go_on(extra, run.files.place)
     _find_best(run, position.step)
     return position
+
+
+def _recover(run: _Run) -> Position | None:
+    """Go on from what hosts keep in memory; return how far the run is, None: they keep nothing."""
+    if run.memory is None:
+        return None
+    found = run.memory.recover(run.task.module, run.task.optimizer, run.files)
+    if found is not None:
+        _keep_folder(run)
+        _find_best(run, found.step)
+    return found
+
+
+def _keep_folder(run: _Run) -> None:
+    """Go on in the folder of the run, whether or not it has a checkpoint."""
+    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
+    on_rank_zero(f"going on in {run.files.place}", lambda: run.files.begin(resumed))
 
 
 def _find_best(run: _Run, newest: int) -> None:
@@ -346,17 +370,22 @@ def _train(
         journal=log,
         signals=signals,
         timeline=_timeline(run, position),
+        memory=run.memory,
     )
     position, results = loop.run(position)
     return run.task.finish(run.checkpoints.path(position.step), results)
 
 
-def _timeline(run: _Run, position: Position) -> TimelineOfRun:
+def _timeline(run: _Run, position: Position) -> TimelineOfRun | None:
     asked, say = run.inputs.train.output.timeline, run.place.display.say
+    if asked is None:
+        return None
+    from shardwise.app.recipes.core.timeline_of_run import TimelineOfRun, read_prediction
+
     left = run.span.left(position, run.per_step)
-    steps = range(0) if asked is None else steps_to_record(asked, position.step, left)
+    steps = steps_to_record(asked, position.step, left)
     here = range(position.step + 1, position.step + left + 1)
-    if asked is not None and not (steps and steps[-1] in here):
+    if not (steps and steps[-1] in here):
         found = f"steps {here[0]} to {here[-1]}" if here else "no step"
         say(f"warning    --timeline {asked}: this session makes {found}")
     return TimelineOfRun(steps, run.files.timeline, say, read_prediction() if steps else None)

@@ -1,0 +1,569 @@
+"""A training in the memory of hosts: each keeps what its ranks hold, and what those before it hold.
+
+    host 0: ranks 0 1        host 1: ranks 2 3        host 2: ranks 4 5
+    keeps 0 1 and 4 5        keeps 2 3 and 0 1        keeps 4 5 and 2 3
+
+After a step, each rank copies its shards, states and extra values into a file of its host's folder
+(:mod:`shardwise.checkpoint.disk.host_memory`). While training goes on, a thread sends the file to a
+rank of the next host, or as much of it as no other host holds: where each shard is on two hosts
+anyway, almost nothing. When all ranks have done that, they agree that the version is complete, and
+only then is the version before written over.
+
+After a loss, the ranks that are started then say what their hosts keep. The latest version of which
+everything is there, each tensor without a gap, goes from where it is to where it belongs, over any
+number of ranks (:mod:`shardwise.checkpoint.ranks.moving`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.base.arguments import check_arguments
+from shardwise.base.boxes import full_box
+from shardwise.base.devices import GLOO
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
+from shardwise.base.units import binary_size
+from shardwise.checkpoint.disk.entries import (
+    Manifest,
+    Origin,
+    StatePath,
+    TensorEntry,
+    Value,
+    torch_dtype,
+)
+from shardwise.checkpoint.disk.host_memory import (
+    FileStream,
+    FileWriter,
+    KeptFile,
+    KeptPart,
+    KeptVersion,
+    bytes_in,
+    keep_only,
+    kept_files,
+)
+from shardwise.checkpoint.disk.place import StrPath
+from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.alike import RankState, check_alike
+from shardwise.checkpoint.ranks.moving import (
+    Departure,
+    Training,
+    find_mixed,
+    merge,
+    transfer,
+)
+from shardwise.checkpoint.ranks.ring import VERSIONS, HostRing, Piece, ReplicaCost
+from shardwise.checkpoint.ranks.saving import Handle
+from shardwise.checkpoint.ranks.state import SavedState
+from shardwise.elastic.memory_folder import memory_folder
+from shardwise.transport.base import Label
+from shardwise.transport.carrier import carrier
+from shardwise.transport.peers import Peers, new_group
+
+_AT_ONCE = 16 * 1024 * 1024  # bytes that a rank sends at once
+_DOING, _RECOVER = "replicate", "recover"
+
+
+def replicate(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    folder: StrPath | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Handle:
+    """Keep a training state in the memory of this host and of the next. Every rank calls this.
+
+    It returns once this rank's shards and states are copied into its host's memory. A thread then
+    sends them to a rank of the next host, in a process group of its own; what two hosts hold anyway
+    is not sent. The state counts, for :func:`recover`, once all ranks have done that, and the one
+    before is kept until then. It survives the ranks, and the loss of any one host. If all ranks are
+    on one host, it survives the ranks alone.
+
+    A call first waits for the one before. Two states of this host's ranks, and two of those of the
+    host before it, are in memory at the most. Whether there is room is checked by the first call.
+
+    Args:
+        step: the number of the state, larger than that of the call before.
+        model: the model, between two steps.
+        optimizer: an optimizer of the model's parameters.
+        extra: anything else; see :func:`save`.
+        folder: a folder in the memory of this host, for one training; ``None``: one in ``/dev/shm``
+            (or in ``SHARDWISE_MEMORY``) for this job, which ends with the launcher.
+        group: the ranks; the default process group if ``None``.
+
+    Returns:
+        A handle to wait for. Wait before you destroy the process group.
+
+    Raises:
+        CheckpointError: a host has no room, ranks differ in ``step`` or ``extra``, nothing starts
+            these ranks again, or the call before failed. Raised on every rank alike.
+        MisuseError: there is no process group, or the model is not between two steps.
+        RuntimeError: this rank is simulated.
+    """
+    given = locals()
+    neighbors = _checked(replicate, given)
+    carrier().check_threads()
+    return neighbors.start(neighbors.copy(step, (model, optimizer), extra, folder), step)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What :func:`recover` has brought back, beside the model and the optimizer.
+
+    Attributes:
+        step: the number of the state.
+        extra: as it was passed to :func:`replicate`.
+        world_size: the number of ranks then.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    world_size: int
+
+
+def recover(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    at_least: int = 0,
+    folder: StrPath | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Recovered | None:
+    """Go on from what hosts keep in memory. Every rank calls this, before :func:`replicate`.
+
+    The latest state that :func:`replicate` has kept goes into the model and the optimizer, sharded
+    as they are now, over any ranks. Only one of which everything is there is taken: each was kept
+    by all ranks after the same step.
+
+    Args:
+        model: the model, sharded.
+        optimizer: an optimizer of the model's parameters.
+        at_least: the smallest ``step`` of use: that of the newest checkpoint.
+        folder: as for :func:`replicate`.
+        group: the ranks; the default process group if ``None``.
+
+    Returns:
+        What it was; ``None`` if the hosts keep nothing, or no longer everything.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer, nothing starts these ranks again, or a
+            rank failed. Raised on every rank alike.
+        MisuseError: there is no process group.
+
+    Warns:
+        UserWarning: there were states, and too many hosts were lost.
+    """
+    given = locals()
+    neighbors = _checked(recover, given)
+    found = neighbors.recover((model, optimizer), at_least, folder, group)
+    if found is None and neighbors.lost is not None and neighbors.ranks.coordinates:
+        warnings.warn(words_of_loss(neighbors.lost), stacklevel=2)
+    return found
+
+
+def _checked(function: Callable[..., object], given: Mapping[str, Any]) -> Neighbors:
+    """The memory of hosts, once all ranks have checked the arguments of a function."""
+    if not dist.is_initialized():
+        check_arguments(function, given)
+    neighbors = neighbors_of(given["group"])
+    neighbors.wait()
+    neighbors.ranks.begin(function.__name__, lambda: check_arguments(function, given))
+    return neighbors
+
+
+def words_of_loss(step: int) -> str:
+    """Say that a state cannot be brought back."""
+    return f"what hosts kept in memory of step {step} is no longer complete: too many were lost"
+
+
+def neighbors_of(group: dist.ProcessGroup | None) -> Neighbors:
+    """The memory of the hosts of a process group. All ranks must call this, the first time.
+
+    Raises:
+        MisuseError: there is no process group.
+    """
+    check_arguments(neighbors_of, locals())
+    if not dist.is_initialized():
+        raise MisuseError("replicate: found no process group; call init_process_group first")
+    return Peers(group).once(Neighbors)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank copies: for each part, names and boxes; and what it has to know of the others."""
+
+    version: KeptVersion
+    pieces: Mapping[KeptPart, Sequence[Piece]]
+    cost: ReplicaCost
+
+
+class Neighbors:
+    """What the hosts of a process group keep in memory; made once for each group.
+
+    Args:
+        peers: the ranks of the group.
+
+    Attributes:
+        ranks: the same ranks, in a group that nothing else uses.
+        cost: what it takes; ``None`` before the first copy.
+        lost: the step of a version that is no longer complete, where none is; else ``None``.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        own = new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend=GLOO.name)
+        self.ranks = Ranks(own)
+        carrier().announce(Peers(own), _DOING)
+        self._ring = HostRing([each.host for each in carrier().announced(Peers(own))])
+        self.cost: ReplicaCost | None = None
+        self._files: list[KeptFile] = []  # that this rank looks after, to recover
+        self.lost: int | None = None
+        self._folder: Path | None = None
+        self._sessions = 0  # before this one
+        self._apart: frozenset[str] = frozenset()
+        self._entries: list[TensorEntry] = []
+        self._share: _Share | None = None
+        self._complete: KeptVersion | None = None
+        self._before: KeptVersion | None = None  # the one before it, of this session
+        self._handle: Handle | None = None
+
+    def wait(self) -> None:
+        """Wait for the version under way, if there is one.
+
+        Raises:
+            CheckpointError: it failed, and that has not been reported yet.
+        """
+        handle = self._handle
+        if handle is not None:
+            handle.join_thread()
+            self._handle = None
+            handle.join()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a version is under way on this rank."""
+        return self._handle is not None and not self._handle.done()
+
+    def start(self, send: Callable[[], None], step: int) -> Handle:
+        """Send what was copied, in a thread."""
+        assert self._share is not None
+        version = replace(self._share.version, step=step)
+        self._handle = Handle(send, self._place / version.name)
+        self._handle.start()
+        return self._handle
+
+    @property
+    def _place(self) -> Path:
+        assert self._folder is not None
+        return self._folder
+
+    def _use(self, folder: StrPath | None) -> None:
+        """Take this host's folder, the first time."""
+        if self._folder is None:
+            found = memory_folder() if folder is None else Path(folder).absolute()
+            # Hosts may share a disk, of which each needs a part of its own.
+            self._folder = found / self._ring.folder_of(self.ranks.rank)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        step: int,
+        source: Training,
+        extra: Mapping[str, Any] | None = None,
+        folder: StrPath | None = None,
+    ) -> Callable[[], None]:
+        """Copy what this rank holds into its host's memory; see :func:`replicate`.
+
+        Returns:
+            What sends it. All ranks have to call that, at any time and in any thread.
+        """
+        held: list[Departure] = []
+        files: dict[KeptPart, FileWriter] = {}
+
+        def attempt() -> tuple[int, bool, RankState]:
+            self._use(folder)
+            if (last := self._complete) is not None and step <= last.step:
+                raise ValueError(f"step: found {step}, expected more than {last.step}, the last")
+            mine = Departure(source, extra, _DOING)
+            mine.take_apart(self._apart)
+            held.append(mine)
+            is_planned = self._share is not None and mine.entries(0) == self._entries
+            if is_planned:
+                files.update(self._copied(mine, step))
+            return step, is_planned, mine.held_beside
+
+        def check(parts: list[tuple[int, bool, RankState]]) -> list[bool]:
+            if len(steps := {step for step, _, _ in parts}) > 1:
+                raise ValueError(f"step: found {sorted(steps)}, expected the same on all ranks")
+            check_alike([each for *_, each in parts], self.ranks.names)
+            return [all(is_planned for _, is_planned, _ in parts)] * len(parts)
+
+        if not self.ranks.together(_DOING, attempt, check):
+            self._plan(held[0])
+            self.ranks.all(_DOING, lambda: files.update(self._copied(held[0], step)))
+        assert self._share is not None
+        version, values = replace(self._share.version, step=step), held[0].values
+        return lambda: self._send(version, files, values)
+
+    def _plan(self, mine: Departure) -> None:
+        """Find out what each rank copies, and whether there is room for it."""
+        apart = self.ranks.together(_DOING, lambda: mine.origins, find_mixed)
+        mine.take_apart(apart)
+        self._apart |= apart
+        self._entries = mine.entries(0)
+        known = self._share and self._share.version
+
+        def part() -> tuple[list[TensorEntry], int, tuple[int, int]]:
+            found = [each.version.session for each in kept_files(self._place)]
+            return mine.entries(self.ranks.rank), max(found, default=0), bytes_in(self._place)
+
+        def answer(
+            parts: list[tuple[list[TensorEntry], int, tuple[int, int]]],
+        ) -> list[_Share]:
+            last = max(self._sessions, *(session for _, session, _ in parts))
+            version = known or KeptVersion(last + 1, secrets.token_hex(8), 0)
+            entries = merge(entry for each, _, _ in parts for entry in each)
+            dealt = [*self._ring.deal(entries)]
+            sizes = {entry.fqn: entry.itemsize for entry in entries}
+            own = [
+                {
+                    part: sum(box.numel * sizes[name] for name, box in pieces)
+                    for part, pieces in each.items()
+                }
+                for each in dealt
+            ]
+            costs = [*self._ring.costs(own)]
+            for rank, (_, _, (free, used)) in enumerate(parts):
+                if costs[rank].memory > free + used:
+                    raise CheckpointError(
+                        f"found {binary_size(free + used)} for it in the folder of rank "
+                        f"{self.ranks.names[rank]}'s host, expected "
+                        f"{binary_size(costs[rank].memory)}: {VERSIONS} versions of what its ranks"
+                        " hold and of what it keeps for another host; make /dev/shm larger "
+                        "(mount -o remount,size=..., docker run --shm-size), name a folder with "
+                        "room (SHARDWISE_MEMORY), or take more hosts"
+                    )
+            return [_Share(version, *each) for each in zip(dealt, costs, strict=True)]
+
+        self._share = self.ranks.together(_DOING, part, answer)
+        self.cost = self._share.cost
+
+    def _copied(self, mine: Departure, step: int) -> dict[KeptPart, FileWriter]:
+        """Copy this rank's pieces into new files."""
+        assert self._share is not None
+        version = replace(self._share.version, step=step)
+        entries = {entry.fqn: replace(entry, pieces=()) for entry in mine.entries(0)}
+        files = {}
+        for part, pieces in self._share.pieces.items():
+            file = KeptFile(self._place, version, part, self.ranks.rank, self.ranks.size)
+            files[part] = writing = FileWriter(file, entries, pieces, self._older(file))
+            for name, box in pieces:
+                writing.write(name, box, mine.part(name, box))
+        return files
+
+    def _older(self, file: KeptFile) -> KeptFile | None:
+        """Return the same file of the version that is no longer needed."""
+        return None if self._before is None else replace(file, version=self._before)
+
+    def _send(
+        self, version: KeptVersion, files: Mapping[KeptPart, FileWriter], values: list[Value]
+    ) -> None:
+        """Complete this rank's files, and bring the unique one to the next host."""
+        doing = f"{_DOING} step {version.step}"
+        sent: list[FileStream] = []
+
+        def complete() -> tuple[int, int]:
+            for part, each in files.items():
+                text = each.complete(values if part is KeptPart.UNIQUE else ())
+                if part is KeptPart.UNIQUE:
+                    sent.append(FileStream(each.memory, text))
+            return sent[0].sizes
+
+        sizes = self.ranks.together(doing, complete, lambda parts: [parts] * len(parts))
+        landing: dict[int, tuple[KeptFile, FileStream]] = {}
+
+        def make_room() -> None:
+            for rank in self._ring.sources(self.ranks.rank):
+                file = KeptFile(self._place, version, KeptPart.UNIQUE, rank, self.ranks.size)
+                data, text = sizes[rank]
+                memory = file.make(data, self._older(file))
+                landing[rank] = file, FileStream(memory, bytearray(text))
+
+        self.ranks.all(doing, make_room)
+        self._exchange(doing, sent[0], {rank: each for rank, (_, each) in landing.items()}, sizes)
+
+        def finish() -> None:
+            for file, stream in landing.values():
+                file.complete(bytes(stream.text))
+
+        self.ranks.all(doing, finish)
+        # All ranks know that all hosts have it.
+        last = self._complete
+        self._before = last if last and last.own == version.own else None
+        self._complete = version
+        self._clean()
+
+    def _exchange(
+        self,
+        doing: str,
+        sent: FileStream,
+        landing: Mapping[int, FileStream],
+        sizes: Sequence[tuple[int, int]],
+    ) -> None:
+        """Send each rank's stream to the next host, a part after the other."""
+        me, targets = self.ranks.rank, self._ring.targets
+        totals = [0 if to is None else sum(sizes[rank]) for rank, to in enumerate(targets)]
+        every = range(self.ranks.size)
+        leaving = torch.empty(min(totals[me], _AT_ONCE), dtype=torch.uint8)
+        arriving = torch.empty(
+            sum(min(totals[rank], _AT_ONCE) for rank in landing), dtype=torch.uint8
+        )
+        for at in range(0, max(totals), _AT_ONCE):
+            counts = [max(0, min(_AT_ONCE, total - at)) for total in totals]
+            here = [counts[rank] if rank in landing else 0 for rank in every]
+            there = [counts[me] if rank == targets[me] else 0 for rank in every]
+            sent.read(at, leaving[: sum(there)])
+            label = Label(f"{doing}, byte {at}", str(at))
+            try:
+                self.ranks.all_to_all().start(
+                    leaving[: sum(there)], arriving[: sum(here)], label, sizes=(there, here)
+                ).wait()
+            except PeerLostError as error:
+                raise CheckpointError(f"{doing}: {error}") from error
+            for rank, part in zip(every, torch.split(arriving[: sum(here)], here), strict=True):
+                if part.numel():
+                    landing[rank].write(at, part)
+
+    def _clean(self) -> None:
+        """Delete what is of no use any more; one rank of each host does it."""
+        if self._ring.locals_of(self.ranks.rank)[0] == self.ranks.rank:
+            kept = (each for each in (self._complete, self._before) if each is not None)
+            keep_only(self._place, kept)
+
+    # -- recovering ----------------------------------------------------------------------------
+
+    def recover(
+        self,
+        target: Training,
+        at_least: int = 0,
+        folder: StrPath | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Recovered | None:
+        """Bring the latest complete version back; see :func:`recover`.
+
+        Returns:
+            What it was; ``None`` if none is complete. :attr:`lost` then says whether one was.
+        """
+        for version in self._find(at_least, folder):
+            files, world_size = self._verified(version)
+            if not world_size:
+                self.lost = max(self.lost or 0, version.step)
+                continue
+            extra = transfer(_KeptState(files), target, group=group)
+            self._complete, self.lost = version, None
+            self._clean()
+            return Recovered(version.step, extra, world_size)
+        return None
+
+    def _find(self, at_least: int, folder: StrPath | None) -> list[KeptVersion]:
+        """Find the versions of which all hosts' files may be there, the latest first."""
+
+        def part() -> list[KeptFile]:
+            self._use(folder)
+            mine, every = self._ring.locals_of(self.ranks.rank), kept_files(self._place)
+            self._files = every[mine.index(self.ranks.rank) :: len(mine)]
+            return self._files
+
+        def answer(
+            parts: list[list[KeptFile]],
+        ) -> list[tuple[list[KeptVersion], int, int | None]]:
+            every = [file for each in parts for file in each]
+            found = sorted({file.version for file in every}, reverse=True)
+            last = max((version.session for version in found), default=0)
+            found = [version for version in found if version.step >= at_least]
+            whole = [v for v in found if _world_of(file for file in every if file.version == v)]
+            lost = max((version.step for version in found if version not in whole), default=None)
+            return [(whole, last, lost)] * len(parts)
+
+        found, self._sessions, self.lost = self.ranks.together(_RECOVER, part, answer)
+        return found
+
+    def _verified(self, version: KeptVersion) -> tuple[list[tuple[KeptFile, Manifest]], int]:
+        """Return this rank's files of a version that are right, and of how many ranks it is.
+
+        The number is 0 if not everything is there.
+        """
+        good: list[tuple[KeptFile, Manifest]] = []
+
+        def part() -> list[tuple[KeptFile, tuple[TensorEntry, ...]]]:
+            for file in self._files:
+                if file.version == version:
+                    with contextlib.suppress(CheckpointError):  # it is as if it were not there
+                        manifest = file.read()
+                        file.verify(manifest)
+                        good.append((file, manifest))
+            return [(file, _held_by(self.ranks.rank, manifest)) for file, manifest in good]
+
+        def answer(parts: list[list[tuple[KeptFile, tuple[TensorEntry, ...]]]]) -> list[int]:
+            every = [found for each in parts for found in each]
+            world_size = 0
+            with contextlib.suppress(CheckpointError):  # there are gaps
+                merge(entry for _, entries in every for entry in entries)
+                world_size = _world_of(file for file, _ in every)
+            return [world_size] * len(parts)
+
+        return good, self.ranks.together(_RECOVER, part, answer)
+
+
+def _world_of(files: Iterable[KeptFile]) -> int:
+    """The number of ranks that have made a version; 0 unless there is a unique file of each."""
+    ranks = {(file.rank, file.world_size) for file in files if file.part is KeptPart.UNIQUE}
+    sizes = {size for _, size in ranks}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return size if {rank for rank, _ in ranks} == {*range(size)} else 0
+
+
+def _held_by(rank: int, manifest: Manifest) -> tuple[TensorEntry, ...]:
+    """The tensors in a file, as parts that a rank holds."""
+    return tuple(
+        replace(entry, pieces=tuple(replace(p, file=str(rank), checksums=()) for p in entry.pieces))
+        for entry in manifest.tensors
+    )
+
+
+class _KeptState(Departure):
+    """What this rank has to give of a version, of no model that lives.
+
+    Args:
+        files: those that the rank looks after.
+    """
+
+    def __init__(self, files: Iterable[tuple[KeptFile, Manifest]]) -> None:
+        super(Departure, self).__init__()  # not from a model, as a departure
+        self.model, self._optimizer = nn.Module(), None
+        self._state = SavedState()
+        values: dict[StatePath, Value] = {}
+        for file, manifest in files:
+            for value in manifest.values:
+                values.setdefault(value.path, value)
+            for entry in manifest.tensors:
+                self.origins[entry.fqn] = Origin(entry.path, entry.placements, entry.mesh)
+                if not entry.info.numel:
+                    nothing = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                    self.hold(replace(entry, pieces=()), full_box(entry.shape), nothing)
+            for entry, box, tensor in file.pieces(manifest):
+                self.hold(replace(entry, pieces=()), box, tensor)
+        self.values = [*values.values()]
