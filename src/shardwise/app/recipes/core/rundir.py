@@ -86,11 +86,6 @@ class RunDir(RunFiles):
 
         check_metrics(self.metrics, step)
 
-    @contextlib.contextmanager
-    def on_disk(self, checkpoint: Place) -> Iterator[Path]:
-        """Yield a folder with a checkpoint of the run, on a disk."""
-        yield Path(checkpoint)
-
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
 

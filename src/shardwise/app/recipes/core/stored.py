@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import re
 import secrets
@@ -33,7 +32,7 @@ from shardwise.base.files import NewFile
 from shardwise.base.say import say
 from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.disk.commit import remove
-from shardwise.checkpoint.disk.manifest import NAME, read_manifest
+from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.insight.schema.option import OptionError
@@ -205,15 +204,6 @@ class StoredRun(RunDir):
             self._fetch(self._store / name, Path(folder) / name, _MOST_BYTES)
             RunDir(Path(folder)).check_metrics(step)
 
-    @contextlib.contextmanager
-    def on_disk(self, checkpoint: Place) -> Iterator[Path]:
-        """Fetch a checkpoint of the run for as long as the context lasts."""
-        assert isinstance(checkpoint, StorePath)
-        with tempfile.TemporaryDirectory(dir=self.root) as folder:
-            for name in (NAME, *read_manifest(checkpoint).files):
-                self._fetch(checkpoint / name, Path(folder) / name, math.inf)
-            yield Path(folder)
-
     def _read_record(self, most: int) -> bytes:
         return (self._store / self.run_json.name).read_small(most)
 
@@ -253,7 +243,7 @@ class StoredRun(RunDir):
                 raise UserError(f"{source}: {error}") from None
             self._fetch(path, folder / name, _MOST_BYTES)
 
-    def _fetch(self, source: StorePath, target: Path, most: float) -> None:
+    def _fetch(self, source: StorePath, target: Path, most: int) -> None:
         """Fetch an object, if there is one, to a file that does not exist."""
         found = source.find()
         if found is None:

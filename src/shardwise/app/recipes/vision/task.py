@@ -278,8 +278,7 @@ def vision_task(
 
         def write() -> None:
             try:
-                with files.on_disk(checkpoint) as folder:
-                    consolidate(folder, files.weights, force=True)
+                consolidate(checkpoint, files.weights, force=True)
             except (CheckpointError, OSError) as error:
                 kept = f"{checkpoint} is complete"
                 raise SaveError(f"{files.weights}: {error}; {kept}") from error
