@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.commit import latest, steps
+from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.filenames import (
