@@ -307,6 +307,9 @@ def test_what_needs_folders_is_refused_by_name(tmp_path: Path) -> None:
     config = in_store(small_config(tmp_path), tmp_path)
     alone, hosts = World(0, 2, 0, 2), World(0, 2, 0, 1)
     TrainingJob(config)._check_place(hosts)
+    lost = config.with_train(output=output(place_of("memory:///run")))  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"--out: found memory:///run, expected a folder or ano"):
+        TrainingJob(lost)._check_place(alone)
     adapters = dataclasses.replace(config, lora="r=4")
     TrainingJob(adapters)._check_place(alone)
     with pytest.raises(OptionError, match=r"--out: found file.* over 2 hosts, expected a folder"):
@@ -356,6 +359,46 @@ def test_a_new_host_has_the_files_of_the_store_and_no_others(url: StorePath, hos
         *("run.json", "metrics.jsonl"),
         *("tokenizer/tokenizer.json", "tokenizer/deep/template.jinja"),
     }
+
+
+def test_a_run_whose_folder_was_deleted_is_not_saved_without_its_metrics(url: StorePath) -> None:
+    files = a_run(url)
+    shutil.rmtree(files.root)
+    with pytest.raises(CheckpointError, match=r"found no run\.json, .* keep that folder"):
+        files.publish()
+
+
+def test_a_session_that_begins_while_another_copies_is_found(
+    url: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = a_run(url)
+    files.sample.write_text("x")
+    write = StorePath.write
+
+    def slow(path: StorePath, chunks: Any, size: int) -> None:
+        StoredRun(url).claim()
+        write(path, chunks, size)
+
+    monkeypatch.setattr(StorePath, "write", slow)
+    with pytest.raises(CheckpointError, match="found a session"):
+        files.publish()
+
+
+def test_what_is_replaced_while_it_is_fetched_is_not_mixed(
+    url: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(url)
+    monkeypatch.setattr(stored, "_PART", 10)
+    read = StorePath.read
+
+    def replacing(path: StorePath, *more: Any) -> Any:
+        data = read(path, *more)
+        put(path, "x" * 40)
+        return data
+
+    monkeypatch.setattr(StorePath, "read", replacing)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        StoredRun(url).begin(output(url, Existing.RESUME))
 
 
 def test_a_failure_to_copy_as_a_training_fails_is_said(

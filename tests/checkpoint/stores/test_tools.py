@@ -18,9 +18,12 @@ import torch
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk import beside, commit, store_commit
+from shardwise.checkpoint.disk.companions import INDEX
+from shardwise.checkpoint.disk.entries import shard_name
+from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
-from shardwise.checkpoint.formats.detect import Format, open_source
+from shardwise.checkpoint.formats.detect import Format, format_of, open_source
 from shardwise.checkpoint.formats.source import Source
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import differences
@@ -35,9 +38,17 @@ from shardwise.checkpoint.tools.survey import (
 from tests.checkpoint.small import make, same
 from tests.cli.shell import call, refused
 
-pytest.importorskip("obstore", reason="needs obstore: install .[test]")
+obstore = pytest.importorskip("obstore", reason="needs obstore: install .[test]")
 
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> StorePath:
+    """A folder in a store that outlives a command."""
+    place = place_of(f"file://{tmp_path}/bucket")
+    assert isinstance(place, StorePath)
+    return place
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -109,6 +120,29 @@ def test_a_run_and_its_folder_of_checkpoints_and_one_of_them_are_listed(root: St
     assert (alone.step, alone.world_size, alone.format) == (10, 1, Format.SHARDWISE)
     files = (run / "checkpoints" / "step-00000010").below()
     assert alone.nbytes == sum(each.size for each in files.values())
+
+
+def test_a_step_without_a_checkpoint_is_not_complete(root: StorePath, tmp_path: Path) -> None:
+    run = save_run(root)
+    put(run / "checkpoints" / "step-00000030" / "notes.txt", b"mine")
+    listed = {each.path.name: each.problem for each in list_checkpoints(run)}
+    assert listed == {
+        "step-00000010": "",
+        "step-00000020": "",
+        "step-00000030": "has no manifest.json",
+    }
+    store_commit.delete_stored(run / "checkpoints" / "step-00000010")  # a disk keeps the folder
+    assert [name for name, _ in shown(run)] == ["step-00000020", "step-00000030"]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "x?y", "x#y"])
+def test_a_mark_of_no_checkpoint_is_in_nobodys_way(root: StorePath, name: str) -> None:
+    run = save_run(root)
+    key = f"{run._key}/checkpoints/.partial/{name}.6f1c09d26f1c09d2"
+    obstore.put(run._store(), key, b"x")
+    assert list_leftovers(run) == []
+    store_commit.clean(run / "checkpoints", float("inf"))
+    assert len(shown(run)) == 2
 
 
 def test_what_is_being_written_and_what_is_damaged_are_told_apart(root: StorePath) -> None:
@@ -342,16 +376,14 @@ def test_a_model_in_a_store_has_an_index_last_and_all_that_transformers_needs(
     assert {*written[3:-1]} == {"config.json", "tokenizer.json"}
 
 
-def test_an_existing_destination_is_refused_and_replaced_with_force(
-    root: StorePath, capsys: Capture
-) -> None:
+def test_an_existing_destination_is_refused_and_replaced_with_force(root: StorePath) -> None:
     save(root / "a", step=1)
     save(root / "b", step=2)
     convert(root / "a", root / "out", Format.HF, max_shard_size=100)
     before = root.below()
-    for to in ("hf", "shardwise"):
-        words = ["convert", str(root / "b"), str(root / "out"), "--to", to]
-        assert "exists; give another name, or --force" in refused(capsys, "checkpoint", *words)
+    for to in (Format.HF, Format.SHARDWISE):
+        with pytest.raises(beside.DestinationError, match="exists; give another name, or --force"):
+            convert(root / "b", root / "out", to)
     assert root.below() == before
     convert(root / "b", root / "out", Format.HF, force=True)
     assert equal(root / "out", root / "out")
@@ -422,12 +454,105 @@ def test_what_fails_half_way_leaves_nothing_and_an_old_one_as_it_was(
 
 @pytest.mark.parametrize("words", [["convert", "--to", "dcp"], ["consolidate"]])
 def test_what_stores_do_not_get_is_refused(
-    root: StorePath, words: list[str], capsys: Capture
+    on_disk: StorePath, words: list[str], capsys: Capture
 ) -> None:
-    save(root / "a")
+    save(on_disk / "a")
     name = "out" if words[0] == "convert" else "out.pt"
-    message = refused(capsys, "checkpoint", words[0], str(root / "a"), str(root / name), *words[1:])
-    assert "folders of this host only" in message
+    words = [words[0], str(on_disk / "a"), str(on_disk / name), *words[1:]]
+    assert "folders of this host only" in refused(capsys, "checkpoint", *words)
+
+
+def test_a_command_writes_nothing_that_ends_with_it(on_disk: StorePath, capsys: Capture) -> None:
+    save(on_disk / "a")
+    for words in (["convert", "--to", "hf"], ["consolidate"]):
+        words = [words[0], str(on_disk / "a"), "memory:///out", *words[1:]]
+        assert "DST: found memory:///out, expected" in refused(capsys, "checkpoint", *words)
+
+
+def attempt_at(folder: StorePath, last: str) -> store_commit.StoreCommit:
+    """Another process that replaces a checkpoint, and has sent half of it."""
+    replaces = beside.check_name(folder, folder.parent / "source", force=True)
+    attempt = store_commit.StoreCommit(folder, last, replaces)
+    put(attempt / shard_name(0, 1) if last == MANIFEST else attempt / "model.safetensors", b"half")
+    return attempt
+
+
+@pytest.mark.parametrize("to", [Format.HF, Format.SHARDWISE])
+@pytest.mark.parametrize("last", [MANIFEST, INDEX])
+def test_what_is_to_be_replaced_is_read_until_then(root: StorePath, to: Format, last: str) -> None:
+    save(root / "a")
+    convert(root / "a", root / "out", to)
+    attempt_at(root / "out", last)
+    assert equal(root / "out", root / "out")
+    assert format_of(root / "out") is to
+
+
+def test_with_force_nothing_is_deleted_of_what_another_is_writing(root: StorePath) -> None:
+    save(root / "a", step=1)
+    save(root / "b", step=2)
+    convert(root / "a", root / "out", Format.HF)
+    attempt = attempt_at(root / "out", INDEX)
+    convert(root / "b", root / "out", Format.HF, force=True)
+    assert "half" in [get(root / "out" / name)[:4].decode("latin1") for name in attempt._files]
+    convert(root / "b", root / "plain", Format.HF)
+    assert equal(root / "out", root / "plain")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(Format.SHARDWISE, Format.HF), (Format.HF, Format.SHARDWISE), (Format.HF, Format.HF)],
+)
+@pytest.mark.parametrize("deletions", range(3))
+def test_what_was_replaced_is_not_read_if_its_deletion_is_killed(
+    root: StorePath,
+    monkeypatch: pytest.MonkeyPatch,
+    first: Format,
+    then: Format,
+    deletions: int,
+) -> None:
+    """Nor is it forgotten. Until a manifest is deleted, which is the first, it is read, however."""
+    save(root / "a", step=1)
+    save(root / "b", step=2)
+    convert(root / "a", root / "out", first)
+    convert(root / "b", root / "new", then)
+    remove, left = StorePath.remove, deletions
+
+    def kill(self: StorePath, names: Any = ("",)) -> None:
+        nonlocal left
+        if self == root / "out":
+            left -= 1
+            if left < 0:
+                raise RuntimeError("killed")
+        remove(self, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorePath, "remove", kill)
+        patch.setattr(store_commit.StoreCommit, "abandon", lambda self: None)
+        with contextlib.suppress(RuntimeError):
+            convert(root / "b", root / "out", then, force=True)
+    is_old = first is Format.SHARDWISE and deletions == 0
+    assert equal(root / "out", root / ("a" if is_old else "new"))
+    store_commit.clean(root, float("inf"))
+    if deletions:
+        assert len((root / "out").below()) == len((root / "new").below()), "the rest is deleted"
+
+
+def test_what_cannot_be_deleted_is_not_replaced(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs would go on reading it."""
+    save(root / "a", step=1)
+    save(root / "b", step=2)
+    convert(root / "a", root / "out", Format.SHARDWISE)
+
+    def refuse(*_: Any) -> None:
+        raise StoreError("cannot be deleted (403 Forbidden)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorePath, "remove", refuse)
+        with pytest.raises(StoreError, match="403"):
+            convert(root / "b", root / "out", Format.HF, force=True)
+    assert equal(root / "out", root / "a")
 
 
 # -- what killed saves leave -----------------------------------------------------------------------

@@ -333,6 +333,13 @@ def _write(
     doing: str, run: Callable[..., object], src: Place, dst: Place, *more: Any, **options: Any
 ) -> None:
     """Write a checkpoint in another form, and show what was written."""
+    from shardwise.checkpoint.disk.place import in_memory
+
+    if in_memory(dst):
+        raise UserError(
+            f"DST: found {dst}, expected a path or another URL: what is in memory ends with this "
+            "command"
+        )
     with (
         warnings.catch_warnings(record=True, action="always", category=UserWarning) as notes,
         reporting_errors(),

@@ -144,13 +144,13 @@ def check_name(destination: StorePath, source: Place, *, force: bool = False) ->
         force: replace an object of that name, or a folder that contains nothing but a checkpoint.
 
     Returns:
-        The files below that are replaced.
+        The files below that are replaced; not those that another process may be writing.
 
     Raises:
         DestinationError: it cannot.
         StoreError: the store does not answer.
     """
-    from shardwise.checkpoint.disk.store_commit import is_of_attempt  # of no use to folders
+    from shardwise.checkpoint.disk.store_commit import is_of_attempt, under_way  # not for folders
 
     if not destination.name:
         raise DestinationError(f"found {destination}, expected a name below the bucket")
@@ -167,4 +167,4 @@ def check_name(destination: StorePath, source: Place, *, force: bool = False) ->
             f"{destination} contains {other}, which is not part of a checkpoint; nothing was "
             "replaced"
         )
-    return files
+    return files.keys() - under_way(destination)

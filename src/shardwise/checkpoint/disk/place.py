@@ -37,6 +37,11 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def in_memory(place: StrPath) -> bool:
+    """Whether a place is in the memory of this process, and ends with it."""
+    return os.fspath(place).startswith("memory:")
+
+
 def folder_of(name: str, path: StrPath) -> Path:
     """The path of this host that an argument is, where nothing else is known yet.
 

@@ -22,11 +22,11 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
-from shardwise.checkpoint.disk.companions import INDEX
+from shardwise.checkpoint.disk.companions import INDEX, SINGLE
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -126,15 +126,20 @@ class StoreCommit:
                 f"{self.folder}: was written in {taken:,.0f} s, expected at most "
                 f"{MOST.total_seconds():,.0f}: others may take its files for leftovers by now"
             )
+        old = {*self._replaces} - {*files, *self.texts, self._last}
+        marks = _mark_all(self.folder, old)  # so that what is left of them is deleted one day
         for name, small in self.texts.items():
             self._put_small(self.folder / name, small)
         self._put(self.folder / self._last, text)
         for reason in self.folder.lost(files).values():
             self._withdraw(text)
             raise CheckpointError(f"{reason}; the checkpoint was withdrawn")
+        commits = old & {*_COMMITS, SINGLE}
+        self.folder.remove(commits)  # else these would be read
         with contextlib.suppress(StoreError):  # a mark does no harm, nor does what is not named
-            self.folder.remove({*self._replaces} - {*files, *self.texts, self._last})
-            self._mark.remove()
+            self.folder.remove(old - commits)
+            for mark in (*marks, self._mark):
+                mark.remove()
 
     def _put_small(self, path: StorePath, data: bytes) -> None:
         if path.name in self._replaces:
@@ -211,14 +216,33 @@ def delete_stored(folder: StorePath) -> None:
         StoreError: it cannot be deleted.
     """
     found = folder.below()
-    shards = {name: match for name in found if (match := _SHARD.fullmatch(name))}
-    marks = [_mark(folder, each) for each in {match["nonce"] for match in shards.values()} if each]
-    for mark in marks:
-        mark.write([b"\n"], 1)
+    shards = [name for name in found if _SHARD.fullmatch(name)]
+    marks = _mark_all(folder, shards)
     (folder / NAME).remove()
     folder.remove(shards)
     for mark in marks:
         mark.remove()
+
+
+def _mark_all(folder: StorePath, files: Iterable[str]) -> list[StorePath]:
+    """Mark files that are about to be deleted, so that others do so if this process is killed."""
+    matches = filter(None, map(_SHARD.fullmatch, files))
+    marks = [_mark(folder, each) for each in {match["nonce"] for match in matches} if each]
+    for mark in marks:
+        mark.write([b"\n"], 1)
+    return marks
+
+
+def under_way(folder: StorePath) -> set[str]:
+    """The files below of attempts that have not committed, which may still be going on.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    marked = {nonce for name, nonce, *_ in _marks(folder.parent) if name == folder.name}
+    open_ = {nonce for nonce in marked if not _named(folder, nonce)}
+    matches = filter(None, map(_SHARD.fullmatch, folder.below() if open_ else ()))
+    return {match.string for match in matches if match["nonce"] in open_}
 
 
 def is_of_attempt(name: str) -> bool:
@@ -288,8 +312,13 @@ def _marks(root: StorePath) -> Iterator[tuple[str, str, StorePath, float]]:
     for each, found in (root / _MARKS).below().items():
         match = _MARK.fullmatch(each)
         if match is not None and "/" not in each:
-            mark = root / _MARKS / each
-            yield match["name"], match["nonce"], mark, found.modified.timestamp()
+            with contextlib.suppress(ValueError):  # of a name that no checkpoint has
+                yield (
+                    (root / match["name"]).name,
+                    match["nonce"],
+                    root / _MARKS / each,
+                    found.modified.timestamp(),
+                )
 
 
 def _mark(folder: StorePath, nonce: str) -> StorePath:

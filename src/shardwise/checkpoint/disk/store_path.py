@@ -134,6 +134,8 @@ class StorePath(os.PathLike[str]):
             with contextlib.suppress(ValueError):  # a key that no checkpoint has
                 folders.append(StorePath(self._root + prefix))
         for each in found["objects"]:
+            if each["path"] == self._key:
+                continue  # an empty object of this name and a slash, with which S3 shows a folder
             with contextlib.suppress(ValueError):
                 files[StorePath(self._root + each["path"]).name] = _object(each)
         return folders, files

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
+from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.filenames import (
@@ -186,7 +187,11 @@ def format_of(path: Place) -> Format | None:
 def format_among(names: Iterable[str]) -> Format | None:
     """The format of a checkpoint in an object store, by the names of its files."""
     names = set(names)
-    if MANIFEST in names or any(re.fullmatch(r"shard-\d+-of-\d+.*\.safetensors", n) for n in names):
+    if MANIFEST in names:
+        return Format.SHARDWISE
+    if {_INDEX, SINGLE} & names:  # beside which there may be shards of what is to replace it
+        return Format.HF
+    if any(re.fullmatch(r"shard-\d+-of-\d+.*\.safetensors", name) for name in names):
         return Format.SHARDWISE  # even without a manifest, so that the error says so
     if _DCP in names:
         return Format.DCP

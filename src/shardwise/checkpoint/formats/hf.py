@@ -26,7 +26,7 @@ from shardwise.base.boxes import full_box, row_major
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
-from shardwise.checkpoint.disk.companions import INDEX, Folder, write_beside
+from shardwise.checkpoint.disk.companions import INDEX, SINGLE, Folder, write_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.place import Place, read_whole
 from shardwise.checkpoint.disk.safetensors import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StoredObject, StorePath
     from shardwise.checkpoint.disk.store_reads import StoreReads
 
-SINGLE = "model.safetensors"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 #: Default size of a file in bytes, as in ``save_pretrained``.

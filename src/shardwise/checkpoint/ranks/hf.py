@@ -30,6 +30,7 @@ from shardwise.base.boxes import Box, full_box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync, write_new
 from shardwise.checkpoint.disk.beside import written_beside
+from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.place import folder_of
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
@@ -37,7 +38,6 @@ from shardwise.checkpoint.formats.hf import (
     CONFIG,
     DEFAULT_SHARD,
     GENERATION_CONFIG,
-    SINGLE,
     Files,
     plan_files,
     write_index,

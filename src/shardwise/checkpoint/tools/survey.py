@@ -110,7 +110,8 @@ def _list_stored(path: StorePath) -> list[Listed]:
     folders, files = path.listed()
     if path / "checkpoints" in folders and all(_step_of(each) is None for each in folders):
         folders, files = (path / "checkpoints").listed()
-    found = [_look_stored(each, each.listed()[1]) for each in folders]
+    looked = [(each, each.listed()[1]) for each in folders]
+    found = [_look_stored(each, beside) for each, beside in looked if beside]
     found = [each for each in found if each.step is not None or each.format is not None]
     if not found and format_among(files) is not None:
         found = [_look_stored(path, files)]
@@ -124,12 +125,14 @@ def _list_stored(path: StorePath) -> list[Listed]:
 def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed:
     form, problem, saved = format_among(files), "", dict[str, Any]()
     try:
-        if form is Format.HF:
-            open_source(folder).close()
+        if form is None:
+            problem = "has no manifest.json"
         elif form is Format.SHARDWISE:
             manifest = read_manifest(folder)
             check_files(folder, manifest)
             saved = _saved(manifest)
+        else:  # another one is refused by name
+            open_source(folder).close()
     except StoreError:
         raise
     except CheckpointError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.app.recipes.core.begin import agreed_options, check_folder, compared, decided
 from shardwise.app.recipes.core.recipe import Assemble, Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.checkpoint.disk.place import in_memory
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.insight.schema.option import require
@@ -206,6 +207,8 @@ class TrainingJob:
         out, shares = self.config.train.output.out, self.config.shares
         if isinstance(out, Path):
             return
+        expected = "a folder or another URL: what is in memory ends with the process that wrote it"
+        require(not in_memory(out), "--out", out, expected)
         expected = "none with a URL as --out: replicas that are worlds of their own need folders"
         require(self.deadline is None, "--diloco-deadline", self.deadline, expected)
         expected = f"a folder that all hosts see, for {shares}"

@@ -169,13 +169,18 @@ class StoredRun(RunDir):
         """Copy the files that have changed.
 
         Raises:
-            CheckpointError: another session has begun.
+            CheckpointError: another session has begun, or the folder has been deleted.
             StoreError: the store does not answer.
         """
         if self._session is None:
             return
         with self._copying:
             self.check_session()
+            if not self.run_json.is_file():
+                raise CheckpointError(
+                    f"{self.root}: found no {self.run_json.name}, expected the files of this run, "
+                    "which are to be copied: keep that folder while it trains"
+                )
             for path in self._files():
                 with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                     status = os.fstat(file.fileno())
@@ -184,6 +189,7 @@ class StoredRun(RunDir):
                         name = path.relative_to(self.root).as_posix()
                         (self._store / name).write(_read(file, status.st_size), status.st_size)
                         self._copied[path] = version
+            self.check_session()  # large files take a while to copy
 
     def leave(self) -> None:
         """Copy the files as a training fails; if that is not possible, say so."""
@@ -253,7 +259,7 @@ class StoredRun(RunDir):
         target.parent.mkdir(parents=True, exist_ok=True)
         with NewFile(target) as file:
             for start in range(0, found.size, _PART):
-                file.write(source.read(start, min(start + _PART, found.size))[0])
+                file.write(source.read(start, min(start + _PART, found.size), found.tag)[0])
 
 
 def _read(file: BinaryIO, size: int) -> Iterator[bytes]:
