@@ -210,7 +210,7 @@ class Writer(StorageWriter):
             ValueError: a tensor is not in a section of the state.
         """
         origins = dict(self._origins)
-        for plan in plans:
+        for plan in reversed(plans):  # if ranks differ, the first counts
             # Where torch's planner found tensors in a nested state.
             mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
             origins |= {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}
