@@ -193,7 +193,13 @@ class Writer(StorageWriter):
 
         Raises:
             TypeError: the plan contains something that is not a tensor.
+            ValueError: the planner means the plan of an earlier save.
         """
+        if not plan.usable:  # it names the files of that save
+            raise ValueError(
+                "found a plan of an earlier save, expected a new one: use a planner without "
+                "enable_plan_caching"
+            )
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(

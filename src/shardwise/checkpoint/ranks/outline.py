@@ -44,7 +44,7 @@ from shardwise.checkpoint.ranks.alike import RankState
 
 _Numbers = NDArray[np.int64]
 _CHECKSUM = 8  # bytes
-_PIECE = 110  # bytes of a manifest that a part of a tensor takes at least, without checksums
+_PIECE = 103  # bytes of a manifest that a part of a tensor takes at least, without checksums
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,8 @@ class _Holders:
         starts, sizes, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
         ranks = np.concatenate([alike.ranks for alike, _ in held])
         order = np.lexsort((ranks, starts))
-        self._order = order = order[counts[order]]
+        self._order: NDArray[np.intp] = order[counts[order]]
+        order = self._order
         self.ranks, self.sizes, starts = ranks[order], sizes[order], starts[order]
         self.first = np.ones(len(order), bool)
         self.first[1:] = starts[1:] != starts[:-1]
