@@ -212,6 +212,10 @@ def test_the_storage_serves_plain_dcp_too(tmp_path: Path) -> None:
         dcp.save({"model": {"x": 1}}, storage_writer=Writer(tmp_path / "b"))
     with pytest.raises(dcp.api.CheckpointException, match="expected state under model"):
         dcp.save({"x": torch.ones(1)}, storage_writer=Writer(tmp_path / "b"))
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=Writer(tmp_path / "c"), planner=planner)
+    with pytest.raises(dcp.api.CheckpointException, match="without enable_plan_caching"):
+        dcp.save(state, storage_writer=Writer(tmp_path / "d"), planner=planner)
 
 
 @pytest.mark.parametrize("saves", [checkpoint.save, checkpoint.async_save])

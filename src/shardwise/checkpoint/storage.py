@@ -193,7 +193,13 @@ class Writer(StorageWriter):
 
         Raises:
             TypeError: the plan contains something that is not a tensor.
+            ValueError: the planner means the plan of an earlier save.
         """
+        if not plan.usable:  # it names the files of that save
+            raise ValueError(
+                "found a plan of an earlier save, expected a new one: use a planner without "
+                "enable_plan_caching"
+            )
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(
@@ -210,7 +216,7 @@ class Writer(StorageWriter):
             ValueError: a tensor is not in a section of the state.
         """
         origins = dict(self._origins)
-        for plan in plans:
+        for plan in reversed(plans):  # if ranks differ, the first counts
             # Where torch's planner found tensors in a nested state.
             mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
             origins |= {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}

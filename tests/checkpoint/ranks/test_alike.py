@@ -184,10 +184,14 @@ def _saves_extra(rank: int, world_size: int, folder: str) -> None:
         checkpoint.save(f"{folder}/x", model, None, {"at": per_rank(1)} if rank < 2 else {})
     with pytest.raises(CheckpointError, match=r"extra.a.\$ranks.0: expected no key '\$ranks'"):
         checkpoint.save(f"{folder}/x", model, None, {"a": {"$ranks": {"0": 1}}})
+    for items in ([per_rank(rank)], [per_rank(rank), torch.ones(1)]):
+        reason = r"extra.a(.0)?: found per_rank\(...\) inside a list, expec"
+        with pytest.raises(CheckpointError, match=reason):
+            checkpoint.save(f"{folder}/x", model, None, {"a": items})
     with pytest.raises(
-        CheckpointError, match=r"extra.a: found per_rank\(...\) inside a list, expec"
+        CheckpointError, match=r"extra.t: found a tensor that differs between rank 0"
     ):
-        checkpoint.save(f"{folder}/x", model, None, {"a": [per_rank(rank), torch.ones(1)][:1]})
+        checkpoint.save(f"{folder}/x", model, None, {"t": torch.ones(0 if rank else 2)})
     # Not a number equals itself here, and keys that only one rank has are its own.
     extra = {"same": float("nan"), "also": {1: "a"}, f"rank{rank}": rank}
     checkpoint.save(f"{folder}/x", model, None, extra)

@@ -19,12 +19,12 @@ from shardwise.checkpoint.disk.entries import Origin, StoredPiece, Value
 from shardwise.checkpoint.ranks import outline
 from shardwise.checkpoint.ranks.outline import Outline, Outlines, chosen, outline_of, summary
 
-_F32 = TensorProperties(dtype=torch.float32)
 
-
-def _item(name: str, shape: tuple[int, ...], box: Box) -> WriteItem:
+def _item(
+    name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype = torch.float32
+) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    data = TensorWriteData(chunk, _F32, torch.Size(shape))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -38,9 +38,10 @@ def _has(rank: int, ranks: int, replicas: int = 1, extra: str = "") -> list[Writ
     return found + ([_item(extra, (1,), Box((0,), (1,)))] if extra else [])
 
 
-def _outline(items: list[WriteItem], *values: Value) -> Outline:
+def _outline(items: list[WriteItem], *values: Value, placements: str = "") -> Outline:
     paths = {item.index.fqn: tuple(item.index.fqn.split(".")) for item in items}
-    return outline_of(items, {name: Origin(path) for name, path in paths.items()}, values)
+    origins = {name: Origin(path, placements) for name, path in paths.items()}
+    return outline_of(items, origins, values)
 
 
 def _names(items: list[WriteItem], bits: bytes) -> list[str]:
@@ -110,6 +111,57 @@ def test_a_part_that_no_rank_has_is_named_before_anything_is_written() -> None:
     found = Outlines([_outline(_has(rank, 4)) for rank in range(3)])
     with pytest.raises(CheckpointError, match=r"model\.w: found parts of 18 elements .* the 24 of"):
         found.shared()
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "dtype"),
+    [
+        ((4, 4), Box((0, 2), (4, 2)), torch.float32),  # other columns: a gap and an overlap
+        ((4, 4), Box((2, 0), (2, 4)), torch.int32),
+        ((8, 2), Box((4, 0), (4, 2)), torch.float32),
+    ],
+)
+def test_parts_that_make_up_no_tensor_are_named_with_their_ranks(
+    shape: tuple[int, ...], box: Box, dtype: torch.dtype
+) -> None:
+    one = _outline([_item("model.w", (4, 4), Box((0, 0), (2, 4)))], placements="Shard(0)")
+    other = _outline([_item("model.w", shape, box, dtype)], placements=f"of {shape}")
+    found = Outlines([one, other], names=[4, 6])
+    with pytest.raises(CheckpointError, match=r"model\.w: found .* on rank 4 and .* on rank 6"):
+        found.shared()
+
+
+def test_parts_of_other_meshes_may_make_up_one_tensor() -> None:
+    boxes = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
+    ranks = [_outline([_item("model.w", (4, 4), box)], placements=str(box)) for box in boxes]
+    found = Outlines(ranks)
+    found.shared()
+    assert all(map(any, found.writers(lowest=False)))
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+def test_empty_tensors_are_compared_and_not_written(sizes: tuple[int, int]) -> None:
+    has = [[_item("model.b", (size,), Box((0,), (size,)))] for size in sizes]
+    found = Outlines([_outline(each) for each in has])
+    assert [_names(*each) for each in zip(has, found.shared(), strict=True)] == [["model.b"]] * 2
+    assert all(state.digests for state in found.states([b"this one", b"that one"]))
+    written = [_names(*each) for each in zip(has, found.writers(lowest=True), strict=True)]
+    assert written == [["model.b"] if sizes[0] else [], []]
+
+
+def test_empty_parts_of_empty_tensors_are_not_taken_for_each_other() -> None:
+    has = [[_item("model.w", (3, 0), Box((2 * rank, 0), (2 - rank, 0)))] for rank in range(2)]
+    found = Outlines([_outline(each) for each in has])
+    assert [_names(*each) for each in zip(has, found.shared(), strict=True)] == [[], []]
+
+
+def test_a_rank_that_has_much_of_its_own_writes_less_of_what_all_have() -> None:
+    own = _item("model.large", (100,), Box((0,), (100,)))
+    has = [[*([own] if rank == 0 else []), *_has(rank, 2)] for rank in range(2)]
+    found = Outlines([_outline(each) for each in has])
+    found.shared()
+    written = [_names(*each) for each in zip(has, found.writers(lowest=False), strict=True)]
+    assert written == [["model.large", "model.w"], ["model.w", "model.b"]]
 
 
 def test_more_parts_than_a_manifest_can_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

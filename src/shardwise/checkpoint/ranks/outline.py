@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.planner import WriteItem
 
-from shardwise.base.boxes import Box, row_major
+from shardwise.base.boxes import Box, is_tiling, row_major
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import (
     Origin,
@@ -44,7 +44,7 @@ from shardwise.checkpoint.ranks.alike import RankState
 
 _Numbers = NDArray[np.int64]
 _CHECKSUM = 8  # bytes
-_PIECE = 110  # bytes of a manifest that a part of a tensor takes at least, without checksums
+_PIECE = 103  # bytes of a manifest that a part of a tensor takes at least, without checksums
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,12 @@ def chosen(items: Sequence[WriteItem], bits: bytes) -> list[WriteItem]:
     return [items[at] for at in np.flatnonzero(found).tolist()]
 
 
+def _kind(origin: Origin, info: TensorInfo) -> str:
+    """What a rank has of a tensor, and how it is sharded, in words."""
+    sharded = f", {origin.placements} on {origin.mesh}" if origin.placements else ""
+    return f"{info.dtype} {list(info.shape)}{sharded}"
+
+
 @dataclass(frozen=True)
 class _Described:
     """What several ranks have, by their common bytes."""
@@ -153,11 +159,21 @@ class _Alike:
         ends = np.cumsum([0, *(2 * len(info.shape) for _, info in tensors)])
         self._spans = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
 
-    def parts(self, column: int) -> tuple[_Numbers, _Numbers]:
-        """Where the parts of a tensor begin, in elements of it, and how many elements they have."""
-        numbers, shape = self._boxes[:, self._spans[column]], self.tensors[column][1].shape
-        starts = numbers[:, : len(shape)] @ np.array(row_major(shape), np.int64)
-        return starts, numbers[:, len(shape) :].prod(axis=1)
+    def parts(self, column: int) -> tuple[_Numbers, _Numbers, NDArray[np.bool_]]:
+        """The parts of a tensor.
+
+        Returns:
+            A number for where each begins, how many elements each has, and whether it counts: one
+            without elements does if the tensor has none.
+        """
+        numbers, info = self._boxes[:, self._spans[column]], self.tensors[column][1]
+        dims = len(info.shape)
+        # One more than the sizes, so that a part that begins at an end has a number of its own.
+        steps = row_major([size + 1 for size in info.shape])
+        sizes = numbers[:, dims:].prod(axis=1)
+        counts = (sizes > 0) | (info.numel == 0)
+        starts: _Numbers = numbers[:, :dims] @ np.array(steps, np.int64)
+        return starts, sizes, counts
 
     def box(self, row: int, column: int) -> Box:
         """The part of a tensor that a rank has."""
@@ -167,6 +183,8 @@ class _Alike:
 
 class _Holders:
     """The ranks that have elements of a tensor, sorted by the parts that they have.
+
+    If the tensor has no elements, these are all ranks that have the tensor.
 
     Args:
         held: the tensor, as a column of ranks that are alike.
@@ -180,10 +198,11 @@ class _Holders:
     def __init__(self, held: list[tuple[_Alike, int]]) -> None:
         self._held = held
         parts = [alike.parts(column) for alike, column in held]
-        starts, sizes = (np.concatenate(each) for each in zip(*parts, strict=True))
+        starts, sizes, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
         ranks = np.concatenate([alike.ranks for alike, _ in held])
         order = np.lexsort((ranks, starts))
-        self._order = order = order[sizes[order] > 0]
+        self._order: NDArray[np.intp] = order[counts[order]]
+        order = self._order
         self.ranks, self.sizes, starts = ranks[order], sizes[order], starts[order]
         self.first = np.ones(len(order), bool)
         self.first[1:] = starts[1:] != starts[:-1]
@@ -192,6 +211,12 @@ class _Holders:
     def parts(self) -> _Numbers:
         """The number of the part that each has."""
         return np.cumsum(self.first) - 1
+
+    def firsts(self) -> Iterator[tuple[TensorInfo, Box]]:
+        """For each part, what the first rank that has it has."""
+        rows = [(alike, row, at) for alike, at in self._held for row in range(len(alike.ranks))]
+        for alike, row, column in (rows[at] for at in self._order[self.first].tolist()):
+            yield alike.tensors[column][1], alike.box(row, column)
 
     def note(self, table: str, values: NDArray[Any]) -> None:
         """Write a value for each into a table of :class:`_Alike`."""
@@ -212,6 +237,7 @@ class Outlines:
 
     Args:
         outlines: in the order of ranks.
+        names: the numbers of the ranks, for messages; by default, those of the outlines.
 
     Attributes:
         infos: dtypes and shapes of all tensors, by name, in the order of the state.
@@ -219,7 +245,8 @@ class Outlines:
         values: everything else, each once.
     """
 
-    def __init__(self, outlines: Sequence[Outline]) -> None:
+    def __init__(self, outlines: Sequence[Outline], names: Sequence[int] = ()) -> None:
+        self._names = names or range(len(outlines))
         alike: dict[bytes, list[int]] = {}
         for rank, outline in enumerate(outlines):
             alike.setdefault(outline.common, []).append(rank)
@@ -250,6 +277,8 @@ class Outlines:
             values.setdefault(value.path, value)
         self.values = list(values.values())
         self._shared: dict[str, _Holders] = {}
+        #: By rank, how many bytes it writes.
+        self._loads = np.zeros(len(outlines), np.int64)
 
     def _add(self, table: _Alike) -> None:
         for row, rank in enumerate(table.ranks.tolist()):
@@ -262,12 +291,14 @@ class Outlines:
             For each rank, a bit for each of its tensors.
 
         Raises:
-            CheckpointError: ranks do not have all elements of a tensor, or have some twice. Or
-                there are more parts than a manifest can name.
+            CheckpointError: ranks do not have all elements of a tensor, or have some twice, or have
+                parts of tensors of other shapes or dtypes. Or there are more parts than a manifest
+                can name.
         """
         least = 0
         for name, columns in self._columns.items():
             holders, info = _Holders(columns), self.infos[name]
+            self._check_fit(name, holders)
             found = int(holders.sizes[holders.first].sum())
             if found != info.numel:
                 raise CheckpointError(
@@ -275,9 +306,9 @@ class Outlines:
                     f"the {info.numel:,} of a tensor of {list(info.shape)}"
                 )
             blocks = -(-holders.sizes[holders.first] * info.itemsize // BLOCK)
-            least += int((_PIECE + 2 * _CHECKSUM * blocks).sum())
+            least += int(((blocks > 0) * _PIECE + 2 * _CHECKSUM * blocks).sum())
             if holders.first.all():
-                holders.note("writes", holders.first)
+                self._assign(name, holders, holders.first)
             else:
                 parts = holders.parts
                 holders.note("shared", np.bincount(parts)[parts] > 1)
@@ -289,6 +320,26 @@ class Outlines:
                 "(hybrid)"
             )
         return self._bits("shared")
+
+    def _check_fit(self, name: str, holders: _Holders) -> None:
+        """Check that parts fit together, if ranks have sharded a tensor in different ways.
+
+        Raises:
+            CheckpointError: they are no parts of one tensor.
+        """
+        kinds: dict[str, int] = {}
+        for table, column in self._columns[name]:
+            kinds.setdefault(_kind(*table.tensors[column]), self._names[table.ranks[0]])
+        if len(kinds) == 1:
+            return
+        expected, parts = self.infos[name], list(holders.firsts())
+        alike = all(info == expected for info, _ in parts)
+        if not alike or not is_tiling([box for _, box in parts], expected.shape):
+            (one, rank), (other, another) = itertools.islice(kinds.items(), 2)
+            raise CheckpointError(
+                f"{name}: found {one} on rank {rank} and {other} on rank {another}, expected parts "
+                "that make up one tensor; shard it in the same way on all ranks"
+            )
 
     def states(self, digests: Sequence[bytes]) -> list[RankState]:
         """What ranks hold, without what is known to be alike.
@@ -327,16 +378,20 @@ class Outlines:
         Returns:
             For each rank, a bit for each of its tensors.
         """
-        loads = np.zeros(len(self._rows), np.int64)
         for name, holders in self._shared.items():
             chosen = holders.first
             if not lowest:
-                order = np.lexsort((loads[holders.ranks], holders.parts))
+                order = np.lexsort((self._loads[holders.ranks], holders.parts))
                 chosen = np.zeros(len(order), bool)
                 chosen[order[holders.first]] = True
-            loads[holders.ranks[chosen]] += holders.sizes[chosen] * self.infos[name].itemsize
-            holders.note("writes", chosen)
+            self._assign(name, holders, chosen)
         return self._bits("writes")
+
+    def _assign(self, name: str, holders: _Holders, writes: NDArray[np.bool_]) -> None:
+        """Let ranks write what they have of a tensor, if that has elements."""
+        writes = writes & (holders.sizes > 0)
+        self._loads[holders.ranks[writes]] += holders.sizes[writes] * self.infos[name].itemsize
+        holders.note("writes", writes)
 
     def _bits(self, table: str) -> list[bytes]:
         return [

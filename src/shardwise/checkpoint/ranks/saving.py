@@ -362,7 +362,7 @@ class Saving:
 
         def find_shared(found: list[outline.Outline]) -> list[_Apart | bytes]:
             nonlocal outlines
-            outlines = outline.Outlines(found)
+            outlines = outline.Outlines(found, self._ranks.names)
             if apart := mixed(outlines.infos, outlines.origins.values()):
                 return [_Apart(apart)] * len(found)
             return [*outlines.shared()]

@@ -92,6 +92,8 @@ class SavedState:
             if section == "optimizer" and isinstance(leaf, Tensor):
                 apart = taken_apart(leaf)
             elif section == "extra" and isinstance(leaf, LocalValue | PerRank):
+                if any(isinstance(key, int) for key in path):  # beside tensors
+                    raise _misplaced(dotted(path), "list")
                 apart = by_rank(leaf, rank)
             elif section == "extra" and RANKS in path:
                 raise ValueError(f"{dotted(path)}: expected no key {RANKS!r}; use per_rank")
@@ -122,14 +124,18 @@ class SavedState:
             if path[0] == "extra" and isinstance(leaf, DTensor):
                 raise TypeError(f"{name}: is a DTensor, expected a plain tensor in extra")
         elif any(isinstance(each, LocalValue | PerRank) for each in held_in(leaf)):
-            raise TypeError(
-                f"{name}: found per_rank(...) inside a {type(leaf).__name__}, expected it under a "
-                "string key of extra, or of dicts in it"
-            )
+            raise _misplaced(name, type(leaf).__name__)
         else:
             encode(leaf, name)  # raises before anything is written, if it cannot be saved
             # A copy, since it may be written after training has gone on.
             self.values.append(Value(path, copy.deepcopy(leaf)))
+
+
+def _misplaced(name: str, kind: str) -> TypeError:
+    return TypeError(
+        f"{name}: found per_rank(...) inside a {kind}, expected it under a string key of extra, or "
+        "of dicts in it"
+    )
 
 
 def check_tensor(tensor: Tensor, name: str) -> Tensor:
