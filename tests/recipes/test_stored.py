@@ -21,6 +21,7 @@ from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.core.stored import StoredRun
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.errors import CheckpointError, StoreError, UserError
+from shardwise.checkpoint.disk import fetched
 from shardwise.checkpoint.disk.commit import steps
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -445,12 +446,12 @@ def test_large_objects_and_many_are_not_fetched(
     with pytest.raises(UserError, match=r"run/ranks.jsonl: found 101 bytes, expected at most 100"):
         StoredRun(url).begin(output(url, Existing.RESUME))
     (url / "ranks.jsonl").remove()
-    monkeypatch.setattr(stored, "_MOST_FILES", 2)
-    for number in range(2):
+    monkeypatch.setattr(fetched, "_MOST_FILES", 5)
+    for number in range(5):
         put(url / "earlier-options" / f"session-{number}.yaml", "")
     StoredRun(url).begin(output(url, Existing.RESUME))
-    put(url / "earlier-options" / "session-3.yaml", "")
-    with pytest.raises(UserError, match=r"run/earlier-options: found 3 files, expected at most 2"):
+    put(url / "earlier-options" / "session-9.yaml", "")
+    with pytest.raises(UserError, match=r"run/earlier-options: found 6 files, expected at most 5"):
         StoredRun(url).begin(output(url, Existing.RESUME))
 
 

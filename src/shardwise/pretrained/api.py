@@ -24,6 +24,7 @@ from shardwise._torch import fsdp
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -78,8 +79,8 @@ def from_pretrained(
         model = shardwise.from_pretrained("Qwen/Qwen3-0.6B", param_dtype=torch.bfloat16)
 
     Args:
-        name: a folder of ``save_pretrained``, a run or a checkpoint of Shardwise, or the name of a
-            repository on the Hugging Face Hub.
+        name: a folder of ``save_pretrained``, a run or a checkpoint of Shardwise, its URL in an
+            object store, or the name of a repository on the Hugging Face Hub.
         mesh: the ranks to shard over; see :func:`shardwise.fully_shard`.
         policy: which modules become groups; see :func:`shardwise.wrap.apply_wrap`. By default the
             repeated blocks of the model.
@@ -103,9 +104,11 @@ def from_pretrained(
     Raises:
         CheckpointError: there is no such model, ``transformers`` cannot build it, it is damaged, or
             it does not fit its configuration; raised on all ranks alike.
-        ValueError: an argument of :func:`shardwise.fully_shard` is out of range.
+        ValueError: an argument of :func:`shardwise.fully_shard` is out of range, or a URL is of no
+            store or has credentials.
     """
     check_arguments(from_pretrained, locals())
+    place_of(name)  # before messages name it: a URL with credentials is refused
     from shardwise.pretrained import hf
     from shardwise.pretrained.building import build
     from shardwise.pretrained.filling import fill

@@ -15,13 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import torch_dtype
+from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.pretrained import hf, opening
 
 Name = str | os.PathLike[str]
-"""A folder, a file of weights, or the name of a repository on the Hugging Face Hub."""
+"""A folder, a file of weights, their URL, or the name of a repository on the Hugging Face Hub."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ def build(
     weights after the model was sharded.
 
     Args:
-        name: a folder of ``save_pretrained``, a run or a checkpoint of Shardwise, or the name of a
-            repository on the Hugging Face Hub.
+        name: a folder of ``save_pretrained``, a run or a checkpoint of Shardwise, its URL in an
+            object store, or the name of a repository on the Hugging Face Hub.
         model_class: a model class or an ``AutoModel...`` class of ``transformers``. The default is
             the first of the configuration's ``architectures``.
         dtype: dtype of the parameters, or its name. The default is that of the configuration, or
@@ -64,7 +65,7 @@ def build(
 
 def build_from(
     source: Source,
-    where: Path,
+    where: Place,
     name: Name,
     *,
     model_class: Any,
@@ -75,7 +76,7 @@ def build_from(
 
     Args:
         source: the weights.
-        where: the folder that was asked for.
+        where: the folder that was asked for, or its name in an object store.
         name: what the model is called.
         model_class: as for :func:`build`.
         dtype: as for :func:`build`.
@@ -102,8 +103,7 @@ def build_from(
             *(name, CONFIG, ", ".join(untied)),
         )
     model.config.name_or_path = model.name_or_path = os.fspath(name)
-    both = (where, source.where)
-    folders = [each for each in both if isinstance(each, Path) and each.is_dir()]
+    folders = [each for each in map(opening.small_files, (where, source.where)) if each.is_dir()]
     if model.can_generate() and any(found := [*map(opening.generation_config, folders)]):
         model.generation_config = next(filter(None, found))
     model.train(mode=False)
@@ -140,17 +140,20 @@ def _differ(source: Source, name: str, other: str) -> bool:
     return any(not torch.equal(a, b) for (_, a), (_, b) in zip(*both, strict=True))
 
 
-def find(name: Name) -> Path:
+def find(name: Name) -> Place:
     """Find the folder or file of a name; files of the Hub are downloaded, once for each host.
 
     Raises:
         CheckpointError: there is nothing of this name.
+        ValueError: it is a URL of no store, or has a user name, a password or a query.
     """
-    path = Path(name)
+    path = place_of(name)
+    if not isinstance(path, Path):
+        return path
     return path if path.exists() else opening.from_hub(os.fspath(name), _FILES)
 
 
-def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+def _config(source: Source, where: Place, overrides: Mapping[str, Any]) -> PreTrainedConfig:
     found = find_config(source)
     if found is None:
         raise CheckpointError(
@@ -189,7 +192,7 @@ def _dtype(
     return dtype
 
 
-def _class(asked: Any, config: PreTrainedConfig, where: Path) -> Any:
+def _class(asked: Any, config: PreTrainedConfig, where: Place) -> Any:
     if asked is not None:
         return asked
     names = config.architectures or []

@@ -25,6 +25,7 @@ from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -143,6 +144,7 @@ def fill(
             ranks alike.
         TypeError: ``model`` has no ``transformers`` model in it.
     """
+    place_of(name)  # before messages name it: a URL with credentials is refused
     wait_for_save()
     inner = hf.inner_model(model)
     ranks = Ranks(group_for(group))

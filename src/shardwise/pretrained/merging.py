@@ -27,6 +27,7 @@ from shardwise.base.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.beside import check_destination, written_beside
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
+from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, write_hf
 from shardwise.checkpoint.formats.source import (
@@ -75,8 +76,8 @@ def merge_lora(
         adapters: a folder that ``peft`` wrote: ``adapter_config.json`` and
             ``adapter_model.safetensors``.
         destination: the folder to write. It is complete, or does not exist.
-        base: the folder of the base model, or its name on the Hugging Face Hub; ``None``: the one
-            that the adapters name.
+        base: the folder of the base model, its URL, or its name on the Hugging Face Hub; ``None``:
+            the one that the adapters name.
         force: replace an existing checkpoint.
         buffer: bytes of memory to copy through.
         max_shard_size: largest size of a file in bytes.
@@ -91,9 +92,10 @@ def merge_lora(
     """
     named = _base_of(adapters)
     check_destination(destination, adapters, force=force)
-    folder_of_base = find(named if base is None else base)
+    place_of_base = find(named if base is None else base)
+    folder_of_base = opening.small_files(place_of_base)
     check_destination(destination, folder_of_base, force=force)
-    with open_merged(adapters, folder_of_base) as merged:
+    with open_merged(adapters, place_of_base) as merged:
         total = sum(info.nbytes for info in merged.tensors.values())
         with written_beside(destination, adapters, force=force) as folder, torch.no_grad():
             folder.mkdir()
@@ -102,7 +104,7 @@ def merge_lora(
 
 
 @contextlib.contextmanager
-def open_merged(adapters: Path, base: Path | None = None) -> Iterator[MergedSource]:
+def open_merged(adapters: Path, base: Place | None = None) -> Iterator[MergedSource]:
     """Open the weights of a base model with adapters merged into them.
 
     Args:
@@ -118,8 +120,8 @@ def open_merged(adapters: Path, base: Path | None = None) -> Iterator[MergedSour
         yield MergedSource(plain, values, adapters)
 
 
-def find_base(adapters: Path) -> Path:
-    """Return the folder of the base model that adapters name.
+def find_base(adapters: Path) -> Place:
+    """Return the folder of the base model that adapters name, or its name in an object store.
 
     Raises:
         CheckpointError: they name none, or there is no such model.

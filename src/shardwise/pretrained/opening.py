@@ -30,6 +30,7 @@ from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.files import Links, read_small
 from shardwise.base.strict import parse, refuse
 from shardwise.base.units import one_line
+from shardwise.checkpoint.disk.place import Place
 from shardwise.elastic.rank import report_end
 from shardwise.elastic.world import World, find_world
 
@@ -170,6 +171,19 @@ def hub_is_away() -> bool:
     return False
 
 
+def small_files(model: Place) -> Path:
+    """The folder of a model; of one in a store, a folder of this host with all but its weights.
+
+    Raises:
+        CheckpointError: a file cannot be fetched; see :func:`~.fetched.cached`.
+    """
+    if isinstance(model, Path):
+        return model
+    from shardwise.checkpoint.disk.fetched import cached_companions  # of no use to folders
+
+    return cached_companions(model, _MOST_FILE)
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -215,7 +229,7 @@ def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_config(
-    made: type[PreTrainedConfig], settings: Mapping[str, Any], where: Path, **overrides: Any
+    made: type[PreTrainedConfig], settings: Mapping[str, Any], where: Place, **overrides: Any
 ) -> PreTrainedConfig:
     """Return the configuration of a model.
 

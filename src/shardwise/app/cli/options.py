@@ -76,11 +76,14 @@ def read_place(text: str | os.PathLike[str]) -> Place:
 
 
 def read_name(text: str) -> str:
-    """Read a name that may be a path, with ``~`` as in a path.
+    """Read a name that may be a path, with ``~`` as in a path, or the URL of an object store.
 
     Raises:
-        typer.BadParameter: it is empty, or no file could have that name.
+        typer.BadParameter: it is empty, no file could have that name, or it is a URL of no store or
+            with credentials, which no message must show.
     """
+    if is_url(text):
+        return os.fspath(read_place(text))
     if not text:
         raise typer.BadParameter("found nothing, expected a name or a path")
     if "\0" in text:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
@@ -168,3 +168,27 @@ def check_name(destination: StorePath, source: Place, *, force: bool = False) ->
             "replaced"
         )
     return files.keys() - under_way(destination)
+
+
+@overload
+def folders_of(checkpoint: Path) -> list[Path]: ...
+@overload
+def folders_of(checkpoint: StorePath) -> list[StorePath]: ...
+@overload
+def folders_of(checkpoint: Place) -> Sequence[Place]: ...
+def folders_of(checkpoint: Place) -> Sequence[Place]:
+    """The folders where files beside a checkpoint may be: its own, and that of its run.
+
+    Args:
+        checkpoint: a file or a folder. ``step-00000040`` and ``checkpoints/step-00000040`` are in
+            the folder of a run.
+    """
+    folder = checkpoint
+    if checkpoint.name.endswith(".safetensors") or (
+        isinstance(checkpoint, Path) and not checkpoint.is_dir()
+    ):
+        folder = checkpoint.parent
+    if not folder.name.startswith("step-"):
+        return [folder]
+    run = (folder.resolve() if isinstance(folder, Path) else folder).parent
+    return [folder, run.parent if run.name == "checkpoints" else run]

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, judging by the files in its folder."""
+"""Which format a checkpoint has, judging by the files in its folder. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardwise.checkpoint.formats.filenames import (
     is_rank_file,
     sets_of_rank_files,
 )
-from shardwise.checkpoint.formats.source import Source
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
     from shardwise.checkpoint.formats.rank_files import RankSource
+    from shardwise.checkpoint.formats.source import Source
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"
@@ -139,8 +139,8 @@ def find_tokenizer(path: Path) -> Path | None:
     Args:
         path: as for :func:`find_checkpoint`, or the folder of a tokenizer alone.
     """
+    from shardwise.checkpoint.disk.beside import folders_of
     from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
-    from shardwise.checkpoint.formats.hf import folders_of
 
     folders = [path]
     with contextlib.suppress(CheckpointError):

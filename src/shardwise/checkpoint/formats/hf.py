@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -26,6 +26,7 @@ from shardwise.base.boxes import full_box, row_major
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
+from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.disk.companions import INDEX, SINGLE, Folder, write_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.place import Place, read_whole
@@ -250,28 +251,6 @@ def write_single(file: Place, source: Source, window: ReadWindow) -> None:
     paths = model_tensors(source)
     infos = {name: source.tensors[path] for name, path in paths.items()}
     write_safetensors(file, infos, window.by_name(source, paths))
-
-
-@overload
-def folders_of(checkpoint: Path) -> list[Path]: ...
-@overload
-def folders_of(checkpoint: Place) -> Sequence[Place]: ...
-def folders_of(checkpoint: Place) -> Sequence[Place]:
-    """The folders where files beside a checkpoint may be: its own, and that of its run.
-
-    Args:
-        checkpoint: a file or a folder. ``step-00000040`` and ``checkpoints/step-00000040`` are in
-            the folder of a run.
-    """
-    folder = checkpoint
-    if checkpoint.name.endswith(".safetensors") or (
-        isinstance(checkpoint, Path) and not checkpoint.is_dir()
-    ):
-        folder = checkpoint.parent
-    if not folder.name.startswith("step-"):
-        return [folder]
-    run = (folder.resolve() if isinstance(folder, Path) else folder).parent
-    return [folder, run.parent if run.name == "checkpoints" else run]
 
 
 def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:

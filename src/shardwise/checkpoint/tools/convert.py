@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from shardwise.base.boxes import Box
-from shardwise.checkpoint.disk.beside import check_destination, check_name, written_beside
+from shardwise.checkpoint.disk.beside import (
+    check_destination,
+    check_name,
+    folders_of,
+    written_beside,
+)
 from shardwise.checkpoint.disk.companions import INDEX, Folder, copy_companions
 from shardwise.checkpoint.disk.entries import StatePath, dotted
 from shardwise.checkpoint.disk.manifest import NAME
@@ -29,7 +34,6 @@ from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, Format, find_che
 from shardwise.checkpoint.formats.hf import (
     DEFAULT_SHARD,
     find_config,
-    folders_of,
     write_hf,
     write_single,
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import CheckpointError, NotPossibleError
-from shardwise.pretrained.opening import ModelSettingsError, read_settings
+from shardwise.checkpoint.disk.place import is_url, place_of
+from shardwise.pretrained.opening import ModelSettingsError, read_settings, small_files
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
 SEPARATOR, BYTE_VOCABULARY = 256, 264
@@ -142,7 +143,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 def is_code(model: str) -> bool:
     """Whether a model is named by a function in code, and not by a preset or a file of settings."""
-    if model in MODELS or (Path(model).exists() and not model.endswith(".py")):
+    if model in MODELS or is_url(model) or (Path(model).exists() and not model.endswith(".py")):
         return False
     return ":" in model or model.endswith(".py") or find_module(model.partition(".")[0]) is not None
 
@@ -159,7 +160,8 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
     """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
 
     Args:
-        model: a preset's name, the path of a config file, or of a folder that holds one.
+        model: a preset's name, the path of a config file, or of a folder that holds one; or the URL
+            of such a folder in an object store.
         presets: settings by name.
 
     Raises:
@@ -167,7 +169,11 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
     """
     if model in presets:
         return presets[model]
-    path = Path(model)
+    try:
+        path = small_files(place_of(model))
+    except (CheckpointError, ValueError) as error:
+        reason = str(error).removeprefix("path: ")
+        raise ModelError(f"a URL that cannot be read ({reason})", "a model there") from None
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         names = ", ".join(presets)

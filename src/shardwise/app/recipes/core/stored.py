@@ -14,24 +14,22 @@ the other one finds that before each save and again right before the commit, and
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.base.caches import cache_folder
-from shardwise.base.errors import CheckpointError, UserError
-from shardwise.base.files import NewFile
+from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.disk.commit import remove
+from shardwise.checkpoint.disk.fetched import Files, fetch, folder_for
 from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -41,7 +39,7 @@ from shardwise.insight.schema.training import Existing, OutputConfig
 _SESSIONS = "sessions"
 _SESSION = re.compile(r"\d{8,18}", re.ASCII)
 _MOST_OF_SESSION = 1000  # bytes
-_MOST_FILES, _MOST_BYTES = 10_000, 1 << 30  # of a folder that is fetched, and of each file
+_MOST_BYTES = 1 << 30  # of each file that is fetched
 _PART = 8 << 20  # bytes of a request
 
 
@@ -58,7 +56,10 @@ class StoredRun(RunDir):
     def __init__(self, url: os.PathLike[str]) -> None:
         store = place_of(url)
         assert isinstance(store, StorePath)
-        super().__init__(_folder_for(store))
+        try:
+            super().__init__(folder_for("runs", store))
+        except CheckpointError as error:
+            raise UserError(str(error)) from None
         self._store = store
         self._session: tuple[int, bytes] | None = None
         self._copied: dict[Path, tuple[int, int]] = {}
@@ -158,11 +159,13 @@ class StoredRun(RunDir):
         for path in (*self.own_files, *self.own_folders):
             remove(path)
         if config.existing is Existing.RESUME:
-            for file in self.own_files:
-                if file != self.weights:
-                    self._fetch(self._store / file.name, file, _MOST_BYTES)
+            own = [file.name for file in self.own_files if file != self.weights]
+            self._fetch(self._store, _found(self._store, own), self.root)
             for folder in (self.earlier_options, self.tokenizer):
-                self._fetch_below(folder)
+                source = self._store / folder.name
+                names = source.below().items()
+                files = {name: each for name, each in names if name and not name.endswith("/")}
+                self._fetch(source, files, folder)
         say(f"files      in {self.root}, and copied to {self._store} with each checkpoint")
 
     def publish(self) -> None:
@@ -206,8 +209,7 @@ class StoredRun(RunDir):
             UserError: a line is damaged.
         """
         with tempfile.TemporaryDirectory() as folder:
-            name = self.metrics.name
-            self._fetch(self._store / name, Path(folder) / name, _MOST_BYTES)
+            self._fetch(self._store, _found(self._store, [self.metrics.name]), Path(folder))
             RunDir(Path(folder)).check_metrics(step)
 
     def _read_record(self, most: int) -> bytes:
@@ -235,31 +237,19 @@ class StoredRun(RunDir):
             if path.is_file() and not path.is_symlink() and not hidden:
                 yield path
 
-    def _fetch_below(self, folder: Path) -> None:
-        source = self._store / folder.name
-        names = [name for name in source.below() if not name.endswith("/")]
-        if len(names) > _MOST_FILES:
-            raise UserError(
-                f"{source}: found {len(names):,} files, expected at most {_MOST_FILES:,}"
-            )
-        for name in filter(None, names):
-            try:
-                path = source / name
-            except ValueError as error:
-                raise UserError(f"{source}: {error}") from None
-            self._fetch(path, folder / name, _MOST_BYTES)
+    def _fetch(self, source: StorePath, files: Files, folder: Path) -> None:
+        try:
+            fetch(source, files, folder, _MOST_BYTES)
+        except StoreError:
+            raise
+        except CheckpointError as error:
+            raise UserError(str(error)) from None
 
-    def _fetch(self, source: StorePath, target: Path, most: int) -> None:
-        """Fetch an object, if there is one, to a file that does not exist."""
-        found = source.find()
-        if found is None:
-            return
-        if found.size > most:
-            raise UserError(f"{source}: found {found.size:,} bytes, expected at most {most:,}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with NewFile(target) as file:
-            for start in range(0, found.size, _PART):
-                file.write(source.read(start, min(start + _PART, found.size), found.tag)[0])
+
+def _found(folder: StorePath, names: Iterable[str]) -> Files:
+    """The objects of these names that there are."""
+    found = ((name, (folder / name).find()) for name in names)
+    return {name: each for name, each in found if each is not None}
 
 
 def _read(file: BinaryIO, size: int) -> Iterator[bytes]:
@@ -267,13 +257,3 @@ def _read(file: BinaryIO, size: int) -> Iterator[bytes]:
     while size and (part := file.read(min(size, _PART))):
         yield part
         size -= len(part)
-
-
-def _folder_for(store: StorePath) -> Path:
-    """Return the folder of this host for the files of a run: each URL has its own."""
-    try:
-        caches = cache_folder()
-    except RuntimeError:  # no HOME, and the system does not know the user
-        raise OptionError("HOME", "no home folder", "one, or XDG_CACHE_HOME") from None
-    name = re.sub(r"[^\w.-]", "_", store.name, flags=re.ASCII).lstrip(".")[:64] or "run"
-    return caches / "runs" / f"{name}-{hashlib.sha256(str(store).encode()).hexdigest()[:16]}"

@@ -104,8 +104,8 @@ class LmConfig(RecipeConfig):
     model: str = field(metadata=model_option(PRESETS))
     pretrained: str | None = setting(
         None,
-        "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
-        "the Hugging Face Hub.",
+        "Weights and tokenizer to continue from, in place of --model: a folder, a URL of an object "
+        "store, or a name on the Hugging Face Hub.",
         MODEL,
         name="--from",
         metavar="NAME",
@@ -139,7 +139,7 @@ class LmConfig(RecipeConfig):
     merge: bool = setting(False, "Merge the adapters into whole weights at the end.", MODEL)
     data: tuple[str, ...] = setting(
         (),
-        "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
+        "Text to train on: files, folders, patterns, URLs; .jsonl and .parquet are streamed; "
         "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
         MODEL,
         metavar="TEXT",

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import counted, one_line
+from shardwise.checkpoint.disk.place import is_url, place_of
+from shardwise.checkpoint.formats.detect import find_tokenizer
 from shardwise.insight.planning import presets
 from shardwise.insight.schema.option import OptionError
 from shardwise.pretrained import opening
@@ -207,7 +209,8 @@ def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
     """Return the files that an option names, each once, whatever its names; or Python's library.
 
     Args:
-        paths: files, folders (with all that they hold) and patterns.
+        paths: files, folders (with all that they hold) and patterns; and URLs of files and folders
+            in object stores, which are fetched once for each host.
         option: what named them, for errors.
 
     Raises:
@@ -256,6 +259,10 @@ def _stdlib_files() -> list[Path]:
 
 def _expand(text: str, option: str) -> list[Path]:
     path = Path(text)
+    if is_url(text):
+        from shardwise.app.recipes.text.stored import fetched_data  # of no use to folders
+
+        path = fetched_data(text, option)
     if path.is_dir():
         if (path / "run.json").is_file():
             expected = "text; --out names the run that --resume continues"
@@ -434,11 +441,11 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, option: str = "--tokenizer") -> None:
-        from shardwise.checkpoint.formats.detect import find_tokenizer  # imports torch
-
         try:  # that of a run is in a folder of its own
-            self.tokenizer: Any = opening.tokenizer(find_tokenizer(Path(name)) or name)
-        except (CheckpointError, OSError) as error:
+            folder = opening.small_files(place_of(name))
+            found = find_tokenizer(folder) or (folder if is_url(name) else name)
+            self.tokenizer: Any = opening.tokenizer(found)
+        except (CheckpointError, OSError, ValueError) as error:
             reason = error.__cause__ or error
             whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(

@@ -21,8 +21,8 @@ from shardwise.base import devices
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import listed, one_line, printable
+from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer, open_source
-from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.checkpoint.formats.source import Source
 from shardwise.insight.planning.presets import longest_sequence
 from shardwise.pretrained import opening
@@ -55,8 +55,7 @@ def generate(request: Request) -> None:
 
 
 def _generate(request: Request, device: torch.device) -> None:
-    where = find(request.source)
-    tokenizer, run = _tokenizer_of(where)
+    tokenizer, run = _tokenizer_of(opening.small_files(find(request.source)))
     with opening.limited("its chat template or its tokenizer"):
         prompt = _encoded(request, tokenizer, run)
     if not prompt:
@@ -108,7 +107,7 @@ def _generate(request: Request, device: torch.device) -> None:
 def _load(request: Request, device: torch.device) -> PreTrainedModel:
     """Load the model: full in a process on its own, else its shards."""
     where = find(request.source)
-    adapters = find_adapters(where)
+    adapters = find_adapters(opening.small_files(where))
 
     def opened() -> AbstractContextManager[Source]:
         if adapters is None:
@@ -146,7 +145,7 @@ def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
     if folder is None and (adapters := find_adapters(where)) is not None:
         from shardwise.pretrained.merging import find_base  # imports peft
 
-        folder = find_tokenizer(find_base(adapters))
+        folder = find_tokenizer(opening.small_files(find_base(adapters)))
     if folder is None and run is not None:  # it began before runs kept their tokenizers
         name = str(run.read("SRC").get("data", {}).get("tokenizer", "bytes"))
         return byte_tokenizer() if name == "bytes" else opening.tokenizer(name), run

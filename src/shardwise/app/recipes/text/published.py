@@ -22,6 +22,7 @@ from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.files import Links, read_small
 from shardwise.base.strict import Fields, parse
 from shardwise.base.units import listed
+from shardwise.checkpoint.disk.place import is_url
 from shardwise.insight.planning.presets import find_settings
 from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import PrecisionName
@@ -43,7 +44,7 @@ def find_pretrained(name: str) -> dict[str, Any]:
     """Return the settings of a model that has weights.
 
     Args:
-        name: a folder, such as that of a run, or the name of a repository on the Hugging Face Hub.
+        name: a folder, such as that of a run, a URL, or the name of a repository on the Hub.
 
     Returns:
         What its ``config.json`` says.
@@ -51,6 +52,10 @@ def find_pretrained(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such model, or it has no weights.
     """
+    if is_url(name):
+        from shardwise.app.recipes.text.stored import fetched_config
+
+        return naming("--from")(find_settings)(str(fetched_config(name)), {})
     folder = Path(name)
     if not folder.exists():
         return naming("--from")(find_settings)(str(_from_hub(name)), {})
@@ -102,9 +107,13 @@ def fingerprint(name: str) -> str:
     """Return what tells the weights of one base model from those of another.
 
     It is a hash of the sizes of the files and of parts that are spread over each of them, so that
-    large models need no more reading than small ones. A name on the Hugging Face Hub stands for
-    itself.
+    large models need no more reading than small ones. In an object store, the entity tags stand for
+    these parts. A name on the Hugging Face Hub stands for itself.
     """
+    if is_url(name):
+        from shardwise.app.recipes.text.stored import fingerprint_of_weights
+
+        return fingerprint_of_weights(name)
     folder = Path(name)
     if not folder.is_dir():
         return name

@@ -32,7 +32,8 @@ class Request(Config):
     """A text to generate, and how.
 
     Attributes:
-        source: a run, a checkpoint, a folder of ``save_pretrained``, or a name on the Hub.
+        source: a run, a checkpoint, a folder of ``save_pretrained``, a URL, or a name on the
+            Hub.
     """
 
     source: str = ""
