@@ -5,6 +5,8 @@ Each rank is a thread here, on one of several hosts, and sends at once what it h
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,8 +32,8 @@ from shardwise.checkpoint.disk.host_memory import (
     keep_only,
     kept_files,
 )
-from shardwise.checkpoint.ranks.neighbor import Neighbors, neighbors_of
-from shardwise.checkpoint.ranks.ring import HostRing
+from shardwise.checkpoint.ranks.neighbor import Neighbors, _world_of, neighbors_of
+from shardwise.checkpoint.ranks.ring import HostRing, folder_of
 from shardwise.transport.peers import new_group
 from tests.threads import on_hosts, run_threads
 from tests.worlds import on_processes
@@ -102,12 +105,12 @@ def on(hosts: Sequence[str], function: Callable[..., Any], *given: Any) -> list[
 def lose(root: Path, *hosts: str) -> None:
     """Lose the memory of hosts."""
     for host in hosts:
-        shutil.rmtree(root / HostRing([host]).folder_of(0))
+        shutil.rmtree(root / folder_of(host))
 
 
 def files_of(root: Path, host: str) -> list[KeptFile]:
     """What a host keeps."""
-    return kept_files(root / HostRing([host]).folder_of(0))
+    return kept_files(root / folder_of(host))
 
 
 # ---- what is recovered ----
@@ -195,6 +198,67 @@ def test_what_was_recovered_is_kept_until_there_is_another(tmp_path: Path) -> No
     on(THREE, train, tmp_path, range(1, 4))
     for _ in range(2):
         assert {step for step, _, _ in on(THREE, go_on, tmp_path, 3)} == {3}
+
+
+def extra_of(rank: int) -> dict[str, Any]:
+    """What differs by rank, and a list in which only one rank of a host has the tensor."""
+    return {"own": checkpoint.per_rank({"at": torch.arange(rank)}), "both": [1, torch.ones(2)]}
+
+
+def test_extra_comes_back_whatever_files_a_rank_has(tmp_path: Path) -> None:
+    def keep_extra(rank: int, world_size: int) -> None:
+        neighbors_of(None).copy(1, build(), extra_of(rank), tmp_path)()
+
+    def find_extra(rank: int, world_size: int) -> list[int]:
+        found = neighbors_of(None).recover(build(seed=1), 0, tmp_path)
+        assert found is not None
+        assert found.extra["both"][0] == found.extra["both"][1].sum() / 2 == 1
+        return [value["at"].numel() for value in found.extra["own"].values]
+
+    on(["a", "a", "b"], keep_extra)
+    lose(tmp_path, "b")
+    assert on(["a", "a", "new"], find_extra) == [[0, 1, 2]] * 3
+
+
+def test_ranks_of_a_group_count_from_its_first(tmp_path: Path) -> None:
+    def each_rank(rank: int, world_size: int) -> list[int]:
+        group = new_group([1, 2])
+        if not rank:
+            return []
+        neighbors, model = neighbors_of(group), nn.Linear(2, 2)
+        with pytest.raises(CheckpointError, match="folder: found None for a group of some"):
+            neighbors.copy(1, (model, None), extra_of(rank))
+        neighbors.copy(1, (model, None), extra_of(rank), tmp_path)()
+        found = neighbors.recover((nn.Linear(2, 2), None), 0, tmp_path, group)
+        assert found is not None
+        return [value["at"].numel() for value in found.extra["own"].values]
+
+    assert on(THREE, each_rank) == [[], [1, 2], [1, 2]]
+
+
+def test_two_launchers_on_one_host_are_as_two_hosts(tmp_path: Path) -> None:
+    def folder() -> Path:
+        return tmp_path / ("one" if dist.get_rank() < 2 else "other")
+
+    with patch("shardwise.checkpoint.ranks.neighbor.memory_folder", folder):
+        on(["a"] * 4, train, None, range(1, 4))
+        for launcher in ("one", "other"):
+            assert {file.version.step for file in files_of(tmp_path / launcher, "a")} == {2, 3}
+        shutil.rmtree(tmp_path / "one")
+        assert {step for step, _, _ in on(["a"] * 4, go_on, None, 3)} == {3}
+
+
+def test_recover_names_another_model_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    on(THREE, train, tmp_path, range(1, 3))
+
+    def each_rank(rank: int, world_size: int) -> None:
+        model = fully_shard(nn.Linear(7, 5))
+        with pytest.raises(CheckpointError, match="recover: is of another model"):
+            neighbors_of(None).recover((model, None), 0, tmp_path)
+        model(torch.randn(2, 7)).sum().backward()
+
+    on(THREE, each_rank)
+    assert {step for step, _, _ in on(THREE, go_on, tmp_path, 2)} == {2}
 
 
 # ---- damage ----
@@ -325,6 +389,64 @@ def test_two_versions_are_kept_and_their_memory_is_used_again(tmp_path: Path) ->
     assert len({*made}) == 2 * len(KeptPart)
 
 
+def bytes_under(root: Path) -> int:
+    """The memory that all files take."""
+    return sum(os.stat(path).st_blocks * 512 for path in root.rglob("*.safetensors"))
+
+
+def test_what_another_session_left_takes_no_room_of_two_versions(tmp_path: Path) -> None:
+    on(THREE, train, tmp_path, range(1, 4))
+    two, found, make = bytes_under(tmp_path), [], host_memory.KeptFile.make
+
+    def made(file: KeptFile, *given: Any) -> Any:
+        memory = make(file, *given)
+        found.append(bytes_under(tmp_path))
+        return memory
+
+    with patch.object(host_memory.KeptFile, "make", made):
+        on(THREE, train, tmp_path, range(7, 10))  # without recovering, as after a move
+    assert max(found) <= two
+
+
+def test_a_version_that_failed_takes_no_room(tmp_path: Path) -> None:
+    make = host_memory.KeptFile.make
+
+    def full(file: KeptFile, *given: Any) -> Any:
+        if file.rank == 1 and file.version.step in (3, 4, 5):
+            raise OSError(28, "No space left on device", str(file.path))
+        return make(file, *given)
+
+    def each_rank(rank: int, world_size: int) -> list[int]:
+        training, neighbors, found = build(), neighbors_of(None), []
+        for number in range(1, 7):
+            step(training, number)
+            fails = pytest.raises(CheckpointError, match="No space")
+            with fails if number in (3, 4, 5) else contextlib.nullcontext():
+                keep(neighbors, training, number, tmp_path)
+            found.append(neighbors.ranks.first("count", lambda: bytes_under(tmp_path)))
+        return found
+
+    with patch.object(host_memory.KeptFile, "make", full):
+        for found in on(THREE, each_rank):
+            assert max(found) == found[1]
+
+
+def test_no_rank_begins_a_version_before_the_old_ones_are_deleted(tmp_path: Path) -> None:
+    """What it has begun would be deleted with them."""
+    order: list[str] = []
+
+    def cleaned(folder: Path, versions: Any) -> None:
+        order.append("cleaned")
+
+    def each_rank(rank: int, world_size: int) -> None:
+        keep(neighbors_of(None), build(), 1, tmp_path)
+        order.append("ended")
+
+    with patch("shardwise.checkpoint.ranks.neighbor.keep_only", cleaned):
+        on(["a", "a", "b", "b"], each_rank)
+    assert order[-4:] == ["ended"] * 4
+
+
 def test_a_host_without_room_is_named_at_the_first_version(tmp_path: Path) -> None:
     def each_rank(rank: int, world_size: int) -> str:
         training, neighbors = build(), neighbors_of(None)
@@ -371,10 +493,51 @@ def test_only_versions_are_deleted(tmp_path: Path) -> None:
 # ---- what is wrong ----
 
 
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_a_rank_that_fails_while_sending_holds_up_no_other(tmp_path: Path, name: str) -> None:
+    real = getattr(host_memory.FileStream, name)
+
+    def fail(stream: Any, *given: Any) -> None:
+        if dist.get_rank() == 1 and armed:
+            raise RuntimeError("out of memory")
+        real(stream, *given)
+
+    def each_rank(rank: int, world_size: int) -> None:
+        training, neighbors = build(), neighbors_of(None)
+        keep(neighbors, training, 1, tmp_path)
+        neighbors.ranks.all("arm", lambda: armed.append(rank))
+        with pytest.raises(CheckpointError, match="rank 1: RuntimeError: out of memory"):
+            keep(neighbors, training, 2, tmp_path)
+
+    armed: list[int] = []
+    with patch.object(host_memory.FileStream, name, fail):
+        on(THREE, each_rank)
+    assert {step for step, _, _ in on(THREE, go_on, tmp_path, 2)} == {2}, "its own host has it"
+
+
+def test_a_name_may_have_any_number_in_it(tmp_path: Path) -> None:
+    version = KeptVersion(10**9, "0" * 16, 10**13)
+    assert not _world_of([KeptFile(tmp_path, version, KeptPart.UNIQUE, 0, 10**9 - 1)])
+    on(THREE, train, tmp_path, range(10**13, 10**13 + 2))
+    assert {step for step, _, _ in on(THREE, go_on, tmp_path, 0)} == {10**13 + 1}
+
+
+def test_a_group_keeps_one_training(tmp_path: Path) -> None:
+    def each_rank(rank: int, world_size: int) -> None:
+        training, neighbors = build(), neighbors_of(None)
+        keep(neighbors, training, 1, tmp_path)
+        with pytest.raises(CheckpointError, match=r"folder: found .*other, expected"):
+            keep(neighbors, training, 2, tmp_path / "other")
+
+    on(THREE, each_rank)
+
+
 def test_steps_only_rise(tmp_path: Path) -> None:
     def each_rank(rank: int, world_size: int) -> None:
         training, neighbors = build(), neighbors_of(None)
         keep(neighbors, training, 2, tmp_path)
+        with pytest.raises(CheckpointError, match="found -1, expected 0 or more"):
+            keep(neighbors, training, -1, tmp_path)
         with pytest.raises(CheckpointError, match="found 2, expected more than 2"):
             keep(neighbors, training, 2, tmp_path)
         with pytest.raises(CheckpointError, match=r"found \[3, 4\], expected the same"):
@@ -419,3 +582,23 @@ def test_a_thread_sends_while_training_goes_on(rank: int, world_size: int, tmp_p
     assert found is not None
     assert (found.step, found.extra, found.world_size) == (4, {"step": 4}, 2)
     assert all(map(torch.equal, calm, [each.full_tensor() for each in other[0].parameters()]))
+
+
+@on_processes(2)
+def test_an_error_that_one_rank_has_seen_is_raised_on_all(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    group, model = new_group([0, 1]), fully_shard(nn.Linear(7, 5))
+
+    def replicate(number: int) -> checkpoint.Handle:
+        return checkpoint.replicate(number, model, folder=tmp_path, group=group)
+
+    replicate(1).result()
+    with patch.object(host_memory.FileWriter, "complete", side_effect=RuntimeError("no")):
+        handle = replicate(2)
+        if rank == 0:
+            with pytest.raises(CheckpointError, match="RuntimeError: no"):
+                handle.result()
+        with pytest.raises(CheckpointError, match="RuntimeError: no"):
+            replicate(3)
+    assert replicate(4).result().name.endswith("4")

@@ -43,7 +43,7 @@ from shardwise.checkpoint.disk.manifest import MAX_BYTES, manifest_bytes, parse_
 from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, lay_out
 
-_NAME = re.compile(r"(\d{5,9})-([0-9a-f]{16})-step-(\d{8,12})", re.ASCII)
+_NAME = re.compile(r"(\d{5,})-([0-9a-f]{16})-step-(\d{8,})", re.ASCII)
 _SHARD = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.json", re.ASCII)
 
 

@@ -139,6 +139,7 @@ class Departure(_Parts):
         source: what the rank trained, between two steps.
         extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
         doing: what the ranks do, for error messages.
+        rank: this rank, among those that take part; ``None``: among all.
 
     Attributes:
         model: the model.
@@ -149,12 +150,18 @@ class Departure(_Parts):
     """
 
     def __init__(
-        self, source: Training, extra: Mapping[str, Any] | None = None, doing: str = "transfer"
+        self,
+        source: Training,
+        extra: Mapping[str, Any] | None = None,
+        doing: str = "transfer",
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         check_between_steps(source[0], doing)
         self.model, self._optimizer = source
-        self._state = state_of(*source, extra, rank=dist.get_rank() if dist.is_initialized() else 0)
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+        self._state = state_of(*source, extra, rank=rank)
         self.values = self._state.values
         self._check_states(doing)
         self._add_tensors()
@@ -320,7 +327,7 @@ def move(
     def depart() -> Departure | None:
         if source is None or isinstance(source, Departure):
             return source
-        return Departure(source, extra, doing)
+        return Departure(source, extra, doing, ranks.rank)
 
     def kinds() -> tuple[bool, bool]:
         """Whether this rank is a target, and whether it has a model to which rows can go back."""

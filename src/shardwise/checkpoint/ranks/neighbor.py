@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise._torch import autograd
 from shardwise.base.arguments import check_arguments
 from shardwise.base.boxes import full_box
 from shardwise.base.devices import GLOO
@@ -60,9 +62,9 @@ from shardwise.checkpoint.ranks.moving import (
     Training,
     find_mixed,
     merge,
-    transfer,
+    move,
 )
-from shardwise.checkpoint.ranks.ring import VERSIONS, HostRing, Piece, ReplicaCost
+from shardwise.checkpoint.ranks.ring import VERSIONS, HostRing, Piece, ReplicaCost, folder_of
 from shardwise.checkpoint.ranks.saving import Handle
 from shardwise.checkpoint.ranks.state import SavedState
 from shardwise.elastic.memory_folder import memory_folder
@@ -100,8 +102,9 @@ def replicate(
         optimizer: an optimizer of the model's parameters.
         extra: anything else; see :func:`save`.
         folder: a folder in the memory of this host, for one training; ``None``: one in ``/dev/shm``
-            (or in ``SHARDWISE_MEMORY``) for this job, which ends with the launcher.
-        group: the ranks; the default process group if ``None``.
+            (or in ``SHARDWISE_MEMORY``) for this job, which ends with the launcher. A group of some
+            of the ranks needs a folder of its own.
+        group: the ranks; the default process group if ``None``. It keeps one training.
 
     Returns:
         A handle to wait for. Wait before you destroy the process group.
@@ -147,6 +150,9 @@ def recover(
     as they are now, over any ranks. Only one of which everything is there is taken: each was kept
     by all ranks after the same step.
 
+    If it is of another model, the model and the optimizer are as they were. If a rank fails later,
+    the model is lost: what uses it raises an error, so build it again. The state stays in memory.
+
     Args:
         model: the model, sharded.
         optimizer: an optimizer of the model's parameters.
@@ -178,8 +184,12 @@ def _checked(function: Callable[..., object], given: Mapping[str, Any]) -> Neigh
     if not dist.is_initialized():
         check_arguments(function, given)
     neighbors = neighbors_of(given["group"])
-    neighbors.wait()
-    neighbors.ranks.begin(function.__name__, lambda: check_arguments(function, given))
+
+    def check() -> None:
+        neighbors.wait()  # its error may have been reported on this rank, and not on others
+        check_arguments(function, given)
+
+    neighbors.ranks.begin(function.__name__, check)
     return neighbors
 
 
@@ -225,17 +235,20 @@ class Neighbors:
         own = new_group(peers.members, timeout=timedelta(seconds=peers.timeout), backend=GLOO.name)
         self.ranks = Ranks(own)
         carrier().announce(Peers(own), _DOING)
-        self._ring = HostRing([each.host for each in carrier().announced(Peers(own))])
+        self._hosts = [each.host for each in carrier().announced(Peers(own))]
+        self._found_ring: HostRing | None = None
         self.cost: ReplicaCost | None = None
         self._files: list[KeptFile] = []  # that this rank looks after, to recover
         self.lost: int | None = None
-        self._folder: Path | None = None
+        self._root: Path | None = None
+        self._folder: Path | None = None  # this host's, in the root
         self._sessions = 0  # before this one
         self._apart: frozenset[str] = frozenset()
         self._entries: list[TensorEntry] = []
         self._share: _Share | None = None
         self._complete: KeptVersion | None = None
         self._before: KeptVersion | None = None  # the one before it, of this session
+        self._is_incomplete = False  # the last version that was begun
         self._handle: Handle | None = None
 
     def wait(self) -> None:
@@ -268,13 +281,44 @@ class Neighbors:
         assert self._folder is not None
         return self._folder
 
-    def _use(self, folder: StrPath | None) -> None:
-        """Take this host's folder, the first time."""
-        if self._folder is None:
-            found = memory_folder() if folder is None else Path(folder).absolute()
-            # Hosts may share a disk, of which each needs a part of its own.
-            self._folder = found / self._ring.folder_of(self.ranks.rank)
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    @property
+    def _ring(self) -> HostRing:
+        assert self._found_ring is not None
+        return self._found_ring
+
+    def _use(self, doing: str, folder: StrPath | None) -> None:
+        """Take this host's folder, the first time. All ranks must call this."""
+        given = None if folder is None else Path(folder).absolute()
+
+        def part() -> str:
+            if self._root is not None:
+                if given not in (None, self._root):
+                    raise ValueError(
+                        f"folder: found {given}, expected {self._root}, as in the first call: a "
+                        "process group keeps one training"
+                    )
+                return str(self._root)
+            if given is None and self.ranks.size < dist.get_world_size():
+                raise ValueError(
+                    "folder: found None for a group of some of the ranks, expected a folder: that "
+                    "of the job is for a training on all of them"
+                )
+            return str(memory_folder() if given is None else given)
+
+        def answer(parts: list[str]) -> list[list[str]]:
+            return [parts] * len(parts)
+
+        roots = self.ranks.together(doing, part, answer)
+        if self._found_ring is not None:
+            return
+        rank = self.ranks.rank
+        # Hosts may share a disk, of which each needs a part of its own; and of two launchers on
+        # one host, each has a folder.
+        pairs = zip(self._hosts, roots, strict=True)
+        self._found_ring = HostRing([f"{host} {root}" for host, root in pairs])
+        self._root = Path(roots[rank])
+        self._folder = self._root / folder_of(self._hosts[rank])
+        self.ranks.all(doing, lambda: self._place.mkdir(mode=0o700, parents=True, exist_ok=True))
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -290,14 +334,19 @@ class Neighbors:
         Returns:
             What sends it. All ranks have to call that, at any time and in any thread.
         """
+        self._use(_DOING, folder)
+        if self._share is None or self._is_incomplete:
+            self._make_way()
+        self._is_incomplete = True
         held: list[Departure] = []
         files: dict[KeptPart, FileWriter] = {}
 
         def attempt() -> tuple[int, bool, RankState]:
-            self._use(folder)
+            if step < 0:
+                raise ValueError(f"step: found {step}, expected 0 or more")
             if (last := self._complete) is not None and step <= last.step:
                 raise ValueError(f"step: found {step}, expected more than {last.step}, the last")
-            mine = Departure(source, extra, _DOING)
+            mine = Departure(source, extra, _DOING, self.ranks.rank)
             mine.take_apart(self._apart)
             held.append(mine)
             is_planned = self._share is not None and mine.entries(0) == self._entries
@@ -317,6 +366,13 @@ class Neighbors:
         assert self._share is not None
         version, values = replace(self._share.version, step=step), held[0].values
         return lambda: self._send(version, files, values)
+
+    def _make_way(self) -> None:
+        """Delete what takes up room beside the latest version, before there is another one."""
+        if self._complete is None:  # then what another session has left is all there is
+            self._clean(_DOING, self._find(_DOING)[:1])
+        else:
+            self._clean(_DOING)
 
     def _plan(self, mine: Departure) -> None:
         """Find out what each rank copies, and whether there is room for it."""
@@ -403,9 +459,12 @@ class Neighbors:
                 landing[rank] = file, FileStream(memory, bytearray(text))
 
         self.ranks.all(doing, make_room)
-        self._exchange(doing, sent[0], {rank: each for rank, (_, each) in landing.items()}, sizes)
+        streams = {rank: stream for rank, (_, stream) in landing.items()}
+        failed = self._exchange(doing, sent[0], streams, sizes)
 
         def finish() -> None:
+            if failed is not None:
+                raise failed
             for file, stream in landing.values():
                 file.complete(bytes(stream.text))
 
@@ -414,7 +473,8 @@ class Neighbors:
         last = self._complete
         self._before = last if last and last.own == version.own else None
         self._complete = version
-        self._clean()
+        self._is_incomplete = False
+        self._clean(doing)
 
     def _exchange(
         self,
@@ -422,8 +482,12 @@ class Neighbors:
         sent: FileStream,
         landing: Mapping[int, FileStream],
         sizes: Sequence[tuple[int, int]],
-    ) -> None:
-        """Send each rank's stream to the next host, a part after the other."""
+    ) -> Exception | None:
+        """Send each rank's stream to the next host, a part after the other.
+
+        Returns:
+            What has failed here first: this rank goes on, as the others wait for its messages.
+        """
         me, targets = self.ranks.rank, self._ring.targets
         totals = [0 if to is None else sum(sizes[rank]) for rank, to in enumerate(targets)]
         every = range(self.ranks.size)
@@ -431,11 +495,19 @@ class Neighbors:
         arriving = torch.empty(
             sum(min(totals[rank], _AT_ONCE) for rank in landing), dtype=torch.uint8
         )
+        failed: list[Exception] = []
+
+        def attempt(part: Callable[[], None]) -> None:
+            try:
+                part()
+            except Exception as error:
+                failed.append(error)
+
         for at in range(0, max(totals), _AT_ONCE):
             counts = [max(0, min(_AT_ONCE, total - at)) for total in totals]
             here = [counts[rank] if rank in landing else 0 for rank in every]
             there = [counts[me] if rank == targets[me] else 0 for rank in every]
-            sent.read(at, leaving[: sum(there)])
+            attempt(partial(sent.read, at, leaving[: sum(there)]))
             label = Label(f"{doing}, byte {at}", str(at))
             try:
                 self.ranks.all_to_all().start(
@@ -445,13 +517,21 @@ class Neighbors:
                 raise CheckpointError(f"{doing}: {error}") from error
             for rank, part in zip(every, torch.split(arriving[: sum(here)], here), strict=True):
                 if part.numel():
-                    landing[rank].write(at, part)
+                    attempt(partial(landing[rank].write, at, part))
+        return failed[0] if failed else None
 
-    def _clean(self) -> None:
-        """Delete what is of no use any more; one rank of each host does it."""
-        if self._ring.locals_of(self.ranks.rank)[0] == self.ranks.rank:
-            kept = (each for each in (self._complete, self._before) if each is not None)
-            keep_only(self._place, kept)
+    def _clean(self, doing: str, also: Iterable[KeptVersion] = ()) -> None:
+        """Delete what is of no use any more; one rank of each host does it.
+
+        The others wait for it: what they begin next would be deleted, too.
+        """
+        kept = [each for each in (self._complete, self._before, *also) if each is not None]
+
+        def part() -> None:
+            if self._ring.locals_of(self.ranks.rank)[0] == self.ranks.rank:
+                keep_only(self._place, kept)
+
+        self.ranks.all(doing, part)
 
     # -- recovering ----------------------------------------------------------------------------
 
@@ -467,22 +547,25 @@ class Neighbors:
         Returns:
             What it was; ``None`` if none is complete. :attr:`lost` then says whether one was.
         """
-        for version in self._find(at_least, folder):
+        self._use(_RECOVER, folder)
+        for version in self._find(_RECOVER, at_least):
             files, world_size = self._verified(version)
             if not world_size:
                 self.lost = max(self.lost or 0, version.step)
                 continue
-            extra = transfer(_KeptState(files), target, group=group)
+            with autograd.no_grad():
+                extra = move(
+                    _KeptState(files), target, _nothing, _nothing, doing=_RECOVER, group=group
+                )
             self._complete, self.lost = version, None
-            self._clean()
+            self._clean(_RECOVER)
             return Recovered(version.step, extra, world_size)
         return None
 
-    def _find(self, at_least: int, folder: StrPath | None) -> list[KeptVersion]:
+    def _find(self, doing: str, at_least: int = 0) -> list[KeptVersion]:
         """Find the versions of which all hosts' files may be there, the latest first."""
 
         def part() -> list[KeptFile]:
-            self._use(folder)
             mine, every = self._ring.locals_of(self.ranks.rank), kept_files(self._place)
             self._files = every[mine.index(self.ranks.rank) :: len(mine)]
             return self._files
@@ -498,7 +581,7 @@ class Neighbors:
             lost = max((version.step for version in found if version not in whole), default=None)
             return [(whole, last, lost)] * len(parts)
 
-        found, self._sessions, self.lost = self.ranks.together(_RECOVER, part, answer)
+        found, self._sessions, self.lost = self.ranks.together(doing, part, answer)
         return found
 
     def _verified(self, version: KeptVersion) -> tuple[list[tuple[KeptFile, Manifest]], int]:
@@ -533,7 +616,12 @@ def _world_of(files: Iterable[KeptFile]) -> int:
     ranks = {(file.rank, file.world_size) for file in files if file.part is KeptPart.UNIQUE}
     sizes = {size for _, size in ranks}
     size = sizes.pop() if len(sizes) == 1 else 0
-    return size if {rank for rank, _ in ranks} == {*range(size)} else 0
+    # A name may have any number in it.
+    return size if len(ranks) == size and all(rank < size for rank, _ in ranks) else 0
+
+
+def _nothing() -> None:
+    """There is nothing to do before rows move, and no place where they could go back to."""
 
 
 def _held_by(rank: int, manifest: Manifest) -> tuple[TensorEntry, ...]:
@@ -567,3 +655,8 @@ class _KeptState(Departure):
             for entry, box, tensor in file.pieces(manifest):
                 self.hold(replace(entry, pieces=()), box, tensor)
         self.values = [*values.values()]
+
+    @property
+    def held_beside(self) -> RankState:
+        """Nothing to compare: ranks had it alike, and of the files each rank has some."""
+        return RankState([], [], {})

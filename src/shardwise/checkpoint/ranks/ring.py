@@ -33,6 +33,11 @@ class ReplicaCost:
     hosts: int
 
 
+def folder_of(host: str) -> str:
+    """A name for a host that is a name for a folder."""
+    return hashlib.sha256(host.encode()).hexdigest()[:16]
+
+
 class HostRing:
     """The hosts of ranks, each with the next one as its neighbor.
 
@@ -64,10 +69,6 @@ class HostRing:
     def sources(self, rank: int) -> list[int]:
         """The ranks of another host for which a rank keeps what they hold."""
         return [source for source, target in enumerate(self.targets) if target == rank]
-
-    def folder_of(self, rank: int) -> str:
-        """A name for a rank's host that is a name for a folder."""
-        return hashlib.sha256(self._names[rank].encode()).hexdigest()[:16]
 
     def deal(self, entries: Iterable[TensorEntry]) -> list[dict[KeptPart, list[Piece]]]:
         """Deal out what ranks hold: of a host, one copies each piece.
