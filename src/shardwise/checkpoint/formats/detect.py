@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
-from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.filenames import (
@@ -186,6 +185,8 @@ def format_of(path: Place) -> Format | None:
 
 def format_among(names: Iterable[str]) -> Format | None:
     """The format of a checkpoint in an object store, by the names of its files."""
+    from shardwise.checkpoint.disk.companions import SINGLE  # of no use to folders
+
     names = set(names)
     if MANIFEST in names:
         return Format.SHARDWISE

@@ -147,8 +147,7 @@ def recover(
     """Go on from what hosts keep in memory. Every rank calls this, before :func:`replicate`.
 
     The latest state that :func:`replicate` has kept goes into the model and the optimizer, sharded
-    as they are now, over any ranks. Only one of which everything is there is taken: each was kept
-    by all ranks after the same step.
+    as they are now, over any ranks. It is complete: all ranks kept their part after the same step.
 
     If it is of another model, the model and the optimizer are as they were. If a rank fails later,
     the model is lost: what uses it raises an error, so build it again. The state stays in memory.
@@ -161,7 +160,7 @@ def recover(
         group: the ranks; the default process group if ``None``.
 
     Returns:
-        What it was; ``None`` if the hosts keep nothing, or no longer everything.
+        The recovered state; ``None`` if no complete one is left.
 
     Raises:
         CheckpointError: it is of another model or optimizer, nothing starts these ranks again, or a
