@@ -22,6 +22,8 @@ HOST_ONLY = {
     "checkpoint/ranks/optimizer_loading.py": "reads files into the memory of the host",
     "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/moving.py": "copies rows to the host and back, and waits for each",
+    "checkpoint/ranks/neighbor.py": "copies shards into files of the host, and waits for each",
+    "checkpoint/ranks/outline.py": "numbers of the host that ranks plan with",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
     "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
     "optim/adamw8bit.py": "works on the stream of the step, where its all-reduces run too",
