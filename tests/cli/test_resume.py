@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,8 @@ def another(setting: Setting, recipe: str) -> Any:
         return ("one", "two")
     if isinstance(kind, enum.EnumMeta):
         return next(each for each in kind if each is not value)
+    if kind == os.PathLike[str]:  # of this host, or a URL
+        return Path("other")
     made = {bool: lambda: not value, int: lambda: (value or 1) + 1, float: lambda: (value or 1) / 2}
     return made[kind]() if kind in made else kind("other")
 

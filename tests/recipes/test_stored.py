@@ -385,23 +385,6 @@ def test_a_session_that_begins_while_another_copies_is_found(
         files.publish()
 
 
-def test_what_is_replaced_while_it_is_fetched_is_not_mixed(
-    url: StorePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a_run(url)
-    monkeypatch.setattr(stored, "_PART", 10)
-    read = StorePath.read
-
-    def replacing(path: StorePath, *more: Any) -> Any:
-        data = read(path, *more)
-        put(path, "x" * 40)
-        return data
-
-    monkeypatch.setattr(StorePath, "read", replacing)
-    with pytest.raises(CheckpointError, match="was replaced while it was read"):
-        StoredRun(url).begin(output(url, Existing.RESUME))
-
-
 def test_a_failure_to_copy_as_a_training_fails_is_said(
     url: StorePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
