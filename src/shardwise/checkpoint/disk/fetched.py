@@ -62,14 +62,13 @@ def cached(
             replaced meanwhile, or the disk has no room.
         StoreError: the object store does not answer.
     """
-    total = 0
     digest = hashlib.sha256()
     for source, files in sources.items():
         for name, found in sorted(files.items()):
-            total += found.size
             version = found.tag or found.modified
             digest.update(f"{source}\0{name}\0{found.size}\0{version}\n".encode())
     folder = folder_for("fetched", place, digest.hexdigest())
+    total = sum(found.size for files in sources.values() for found in files.values())
     partial = f".{folder.name}-"
     try:
         if folder.is_dir():
@@ -82,11 +81,7 @@ def cached(
                 return folder
             for left in filter(Path.is_dir, folder.parent.glob(f"{partial}*")):
                 shutil.rmtree(left)
-            if (free := shutil.disk_usage(folder.parent).free) < total:
-                raise CheckpointError(
-                    f"{place}: found {binary_size(total)}, and {binary_size(free)} free in "
-                    f"{folder.parent}, expected room for it; XDG_CACHE_HOME names another folder"
-                )
+            _check_room(place, total, folder.parent)
             moved = begin(total, folder)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=partial) as inside:
                 complete = Path(inside, "complete")
@@ -100,6 +95,14 @@ def cached(
             f"{place}: cannot be fetched to {folder} ({error.strerror})"
         ) from None
     return folder
+
+
+def _check_room(place: StorePath, total: int, folder: Path) -> None:
+    if (free := shutil.disk_usage(folder).free) < total:
+        raise CheckpointError(
+            f"{place}: found {binary_size(total)}, and {binary_size(free)} free in {folder}, "
+            "expected room for it; XDG_CACHE_HOME names another folder"
+        )
 
 
 def cached_companions(model: StorePath, most: int) -> Path:

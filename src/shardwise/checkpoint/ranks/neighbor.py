@@ -420,7 +420,7 @@ class Neighbors:
         """Copy this rank's pieces into new files."""
         assert self._share is not None
         version = replace(self._share.version, step=step)
-        entries = {entry.fqn: replace(entry, pieces=()) for entry in mine.entries(0)}
+        entries = {entry.fqn: replace(entry, pieces=()) for entry in self._entries}
         files = {}
         for part, pieces in self._share.pieces.items():
             file = KeptFile(self._place, version, part, self.ranks.rank, self.ranks.size)

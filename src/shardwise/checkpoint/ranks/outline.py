@@ -64,7 +64,7 @@ class Outline:
 
 def in_order(items: Iterable[WriteItem]) -> list[WriteItem]:
     """The items of a rank's plan in the order in which it speaks of them to other ranks."""
-    return sorted(items, key=lambda item: f".{RANKS}." in item.index.fqn)
+    return sorted(items, key=lambda item: _is_own(item.index.fqn))
 
 
 def outline_of(

@@ -20,7 +20,7 @@ from shardwise.checkpoint.disk.commit import (
     lost_files,
     step_folder,
 )
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.entries import TensorEntry
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
@@ -125,14 +125,7 @@ def _list_stored(path: StorePath) -> list[Listed]:
 def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed:
     form, problem, saved = format_among(files), "", dict[str, Any]()
     try:
-        if form is None:
-            problem = "has no manifest.json"
-        elif form is Format.SHARDWISE:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
-            saved = _saved(manifest)
-        else:  # another one is refused by name
-            open_source(folder).close()
+        problem, saved = _opened(folder, form)
     except StoreError:
         raise
     except CheckpointError as error:
@@ -142,9 +135,21 @@ def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed
     return Listed(folder, _step_of(folder), form, nbytes, problem, **saved)
 
 
-def _saved(manifest: Manifest) -> dict[str, Any]:
+def _opened(path: Place, form: Format | None) -> tuple[str, dict[str, Any]]:
+    """Open a checkpoint; return what is wrong with its format, and how it was saved.
+
+    Raises:
+        CheckpointError: it is damaged, or in an object store in a format that is not read there.
+    """
+    if form is None:
+        return "has no manifest.json", {}
+    if form is not Format.SHARDWISE:
+        open_source(path).close()
+        return "", {}
+    manifest = read_manifest(path)
+    check_files(path, manifest)
     how = {"mesh": manifest.mesh, "strategy": manifest.facts.strategy}
-    return {"world_size": manifest.world_size, **how}
+    return "", {"world_size": manifest.world_size, **how}
 
 
 @dataclass(frozen=True)
@@ -322,14 +327,9 @@ def _look(path: Path) -> Listed:
     try:
         if is_partial(path):
             problem = UNFINISHED
-        elif form is None:
-            problem = "has no manifest.json"
-        elif form is Format.SHARDWISE:
-            manifest = read_manifest(path)
-            check_files(path, manifest)
-            saved = _saved(manifest)
         else:
-            open_source(path).close()
+            problem, found = _opened(path, form)
+            saved |= found
     except CheckpointError as error:
         problem = str(error)
     return Listed(path, _step_of(path), form, nbytes, problem, **saved)

@@ -37,7 +37,6 @@ class RunInMemory:
     def __init__(self, every: int, checkpoints: Checkpoints, say: Callable[[str], object]) -> None:
         self._every, self._checkpoints, self._say = every, checkpoints, say
         self._neighbors: Neighbors = neighbors_of(None)
-        self._has_begun = False  # to keep versions
         self._has_warned = False
 
     def recover(
@@ -85,7 +84,8 @@ class RunInMemory:
         Raises:
             SaveError: this one, or the one before, could not be kept; every rank raises it.
         """
-        if self._has_begun and position.step % self._every:
+        is_first = self._neighbors.cost is None
+        if not is_first and position.step % self._every:
             return
         began, was_under_way = time.perf_counter(), self._neighbors.is_under_way
         try:
@@ -96,9 +96,8 @@ class RunInMemory:
             self._neighbors.start(send, position.step)
         except CheckpointError as error:
             raise SaveError(f"--replicate-every: step {position.step}: {error}") from error
-        if not self._has_begun and self._neighbors.cost is not None:
-            self._say(f"memory     {described(self._neighbors.cost, self._every)}")
-        self._has_begun = True
+        if is_first and (cost := self._neighbors.cost) is not None:
+            self._say(f"memory     {described(cost, self._every)}")
         if was_under_way and waited > _LONG and not self._has_warned:
             self._has_warned = True
             self._say(

@@ -22,6 +22,7 @@ from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.files import Links, read_small
 from shardwise.base.strict import Fields, parse
 from shardwise.base.units import listed
+from shardwise.checkpoint.disk.companions import INDEX
 from shardwise.checkpoint.disk.place import is_url
 from shardwise.insight.planning.presets import find_settings
 from shardwise.insight.schema.option import OptionError, naming
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 1 << 28
 _SAMPLES, _SAMPLE = 256, 1 << 12  # parts of a file that make its fingerprint, and bytes of each
 # Weights in other formats: they are pickles, or of other frameworks.
@@ -74,17 +74,17 @@ def find_pretrained(name: str) -> dict[str, Any]:
 
 def missing_weights(folder: Path) -> str | None:
     """Return what a folder lacks of the weights of a model; None: nothing."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file() and not (folder / _SINGLE).is_file():  # of which the single file wins
         try:
             text = read_small(index, _MAX_INDEX, Links.FOLLOW)
             files = Fields(parse(text, str(index)), str(index)).object("weight_map").values()
         except CheckpointError as error:
-            raise OptionError("--from", str(error), f"a {_INDEX} of safetensors files") from None
+            raise OptionError("--from", str(error), f"a {INDEX} of safetensors files") from None
         named = sorted({file for file in files if isinstance(file, str)})
         lost = [file for file in named if not (folder / os.path.basename(file)).is_file()]
         if lost:
-            return f"without {listed(lost, 1)}, of the {len(named)} files that {_INDEX} names"
+            return f"without {listed(lost, 1)}, of the {len(named)} files that {INDEX} names"
         return None
     is_checkpoint = RunDir(folder).has_checkpoints() or (folder / ".metadata").is_file()
     if any(folder.glob("*.safetensors")) or is_checkpoint:
