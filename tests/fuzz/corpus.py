@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
+import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +22,7 @@ from torch import nn
 
 from shardwise import checkpoint
 from shardwise.base.boxes import full_box
+from shardwise.checkpoint.disk import manifest
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.detect import open_rank_files
@@ -99,6 +104,25 @@ def _edit_manifest(rng: Any, data: bytes) -> bytes:
     content = json.loads(data)
     del content["of_all_above"]
     return json.dumps(m.edit_json(rng, content)).encode()
+
+
+def _save_in_columns(folder: Path) -> None:
+    with patch.object(manifest, "MANY", 1):
+        _save_ours(folder)
+
+
+def _edit_column(rng: Any, data: bytes) -> bytes:
+    """Edit a number of a column, or pack it in place of one that all pieces have."""
+    content = json.loads(data)
+    del content["of_all_above"]
+    columns = rng.choice([each["pieces"] for each in content["tensors"] if each["pieces"]])
+    places = [columns, *(columns[name] for name in ("offsets", "sizes") if columns[name])]
+    place: Any = rng.choice(places)
+    at = rng.choice(["file", "offset"]) if place is columns else rng.randrange(len(place))
+    number = rng.choice([0, 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63), place[at] + 1])
+    packed = zlib.compress(struct.pack("<q", number) * rng.choice([1, 1, 1, 2, 10**6]))
+    place[at] = rng.choice([number, base64.b64encode(packed).decode()])
+    return json.dumps(content).encode()
 
 
 def _make_safetensors(folder: Path) -> None:
@@ -220,6 +244,12 @@ def _save_ours(folder: Path) -> None:
 
 _RANK = "x_rank-0000000{}-of-0000000{}.pth"
 READERS: Mapping[str, Reader] = {
+    "columns": Reader(
+        _save_in_columns,
+        _read_ours,
+        {"manifest.json": (_edit_manifest, _edit_column, _edit_column)},
+        _is_sealed,
+    ),
     "shardwise": Reader(
         _save_ours,
         _read_ours,

@@ -41,8 +41,7 @@ def parse(
         CheckpointError: it is not JSON, has a key twice in one object, is nested too deeply, or
             would take far more memory than it has bytes.
     """
-    needed = sum(text.count(mark) * cost for mark, cost in _COSTS.items())
-    check_memory(needed + (2 if text.isascii() else 8) * len(text), max(size, len(text)), where)
+    check_memory(memory_of(text), max(size, len(text)), where)
     try:
         found = (decoder or _JSON).decode(text.decode("utf-8"))
     except RecursionError:
@@ -51,6 +50,12 @@ def parse(
         raise CheckpointError(f"{where}: is not valid JSON ({error})") from None
     check_depth(found, where)
     return found
+
+
+def memory_of(text: bytes | bytearray) -> int:
+    """Bytes of memory that JSON takes at most, once it is parsed."""
+    needed = sum(text.count(mark) * cost for mark, cost in _COSTS.items())
+    return needed + (2 if text.isascii() else 8) * len(text)
 
 
 def check_memory(needed: int, size: int, where: str) -> None:

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.columns import files_of
 from shardwise.checkpoint.disk.commit import Commit
 from shardwise.checkpoint.disk.entries import (
     SECTIONS,
@@ -292,7 +293,7 @@ class Writer(StorageWriter):
         """Write the manifest and commit, once all files are there. The coordinator calls it."""
         assert self._commit is not None
         entries = tuple(self._entry(fqn, info, pieces.get(fqn, ())) for fqn, info in infos.items())
-        files = sorted({piece.file for each in pieces.values() for piece in each})
+        files = sorted(files_of(pieces.values()))
         manifest = Manifest(
             tensors=entries,
             values=tuple(self._values),
@@ -332,7 +333,7 @@ class Writer(StorageWriter):
             dtype=info.dtype,
             placements=origin.placements,
             mesh=origin.mesh,
-            pieces=tuple(pieces),
+            pieces=pieces,
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -9,6 +10,7 @@ import resource
 import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,7 +237,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     # its fields
     "another format": (put("format", "other"), "'format'"),
-    "a version to come": (put("version", 2), "expected 1, which this release reads"),
+    "a version to come": (put("version", 3), "expected 1 or 2, which this release reads"),
     "another algorithm": (put("checksum.algorithm", "md5"), "'algorithm'"),
     "blocks of nothing": (put("checksum.block", 0), "'block'"),
     "odd blocks": (put("checksum.block", 17), "multiple of 16"),
@@ -358,6 +360,30 @@ def _many(item: bytes, count: int) -> bytes:
     return b",".join(numbered if b"#" in item else [item] * count)
 
 
+def _columns(pieces: int, dims: int, tensors: int) -> bytes:
+    """A manifest in which a short text stands for many numbers."""
+    packed = base64.b64encode(zlib.compress(bytes(8 * pieces))).decode()
+    columns = {"count": pieces, "file": 0, "offset": packed, "sizes": [1] * dims}
+    columns |= {
+        "offsets": [packed] * dims,
+        "checksums": base64.b64encode(bytes(8 * pieces)).decode(),
+    }
+    entry = {"dtype": "U8", "shape": [1] * dims, "placements": "", "mesh": "", "pieces": columns}
+    content = {
+        "format": "shardwise.checkpoint",
+        "version": 2,
+        "versions": {},
+        "world_size": 1,
+        "mesh": "",
+        "strategy": "",
+        "checksum": {"algorithm": "xxh3_64", "block": 16},
+        "files": {SHARD: 1},
+        "values": [],
+        "tensors": [{"path": ["model", str(at)], **entry} for at in range(tensors)],
+    }
+    return json.dumps(content).encode()
+
+
 _EMPTY = b'"#":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 #: What a reader could make hundreds of megabytes of: the name of the file, and what is in it.
 SWOLLEN: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -390,6 +416,7 @@ SWOLLEN: dict[str, tuple[str, Callable[[], bytes]]] = {
         "model.safetensors.index.json",
         lambda: b'{"weight_map":{%s}}' % _many(b'"#":"b.safetensors"', 900_000),
     ),
+    "a manifest of columns": (NAME, lambda: _columns(pieces=1 << 17, dims=64, tensors=4)),
     "a manifest": (NAME, lambda: b'{"a":[%s]}' % _many(b'{"a":#}', 900_000)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -107,6 +108,29 @@ def test_what_was_written_comes_back_piece_by_piece() -> None:
     assert pieces == {"model.w": [first[0], *second], "model.b": [first[1]]}
 
 
+def test_parts_of_several_blocks_keep_their_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outline, "BLOCK", 16)
+    has = [_has(rank, 4, replicas=2, extra="extra.x" if rank == 3 else "") for rank in range(4)]
+    found = Outlines([_outline(each) for each in has])
+    found.shared()
+    written, numbers = [], itertools.count()
+    expected: dict[str, list[StoredPiece]] = {}
+    names = [f"file {rank}" for rank in range(4)]
+    for items, bits, file in zip(has, found.writers(lowest=False), names, strict=True):
+        mine = []
+        for item in chosen(items, bits):
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            blocks = -(-4 * box.numel // 16)
+            sums = tuple(f"{next(numbers):016x}" for _ in range(blocks))
+            mine.append(StoredPiece(file, 64 * next(numbers), box, sums))
+            expected.setdefault(item.index.fqn, []).append(mine[-1])
+        written.append(summary(mine))
+    assert {len(piece.checksums) for each in expected.values() for piece in each} == {1, 2}
+    assert found.pieces(written, names) == expected
+
+
 def test_a_part_that_no_rank_has_is_named_before_anything_is_written() -> None:
     found = Outlines([_outline(_has(rank, 4)) for rank in range(3)])
     with pytest.raises(CheckpointError, match=r"model\.w: found parts of 18 elements .* the 24 of"):
@@ -169,6 +193,8 @@ def test_more_parts_than_a_manifest_can_name_are_refused(monkeypatch: pytest.Mon
     Outlines([_outline(_has(rank, 2)) for rank in range(2)]).shared()
     with pytest.raises(CheckpointError, match="shard over fewer ranks"):
         Outlines([_outline(_has(rank, 4)) for rank in range(4)]).shared()
+    monkeypatch.setattr(outline, "MANY", 1)
+    Outlines([_outline(_has(rank, 4)) for rank in range(4)]).shared()
 
 
 def test_a_rank_sends_little_more_than_numbers() -> None:

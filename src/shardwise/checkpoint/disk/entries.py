@@ -7,7 +7,7 @@ starts at once. Names and sizes of dtypes are those of the safetensors format.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,7 @@ class TensorEntry:
     dtype: str
     placements: str
     mesh: str
-    pieces: tuple[StoredPiece, ...]
+    pieces: Sequence[StoredPiece]
 
     @property
     def fqn(self) -> str:

@@ -9,6 +9,9 @@ A tensor consists of pieces, as the mesh sharded it when it was saved. Each piec
 row-major order. Its checksums cover blocks of a fixed size, so that a part of it can be verified
 without the rest.
 
+Pieces are written one by one, for people to read, or in columns, if a tensor has many. A column is
+a number that all pieces have, or the differences of one to the next, in 8 bytes each, compressed.
+
 A manifest may come from a stranger. One that was read is consistent: its pieces are inside their
 tensors and files and cover the tensors without overlap, so that no shape in it is larger than its
 files. Whether the files have the sizes that it says is checked in :mod:`.pieces`. Torch is not
@@ -17,30 +20,40 @@ imported.
 
 from __future__ import annotations
 
+import binascii
+import bisect
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from shardwise.base.boxes import Box, is_tiling
+from shardwise.base.boxes import Box, are_tiling
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
     FREE,
     MAX_DIMS,
+    MAX_INT,
     Fields,
     check_keys,
+    check_memory,
     check_number,
     check_shape,
     check_text,
+    memory_of,
     parse,
     refuse,
 )
 from shardwise.base.units import version_of
+from shardwise.checkpoint.disk.columns import DIGEST, Numbers, Pieces
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     SECTIONS,
@@ -62,13 +75,15 @@ __all__ = ["Manifest", "StoredPiece", "TensorEntry", "Value", "read_manifest", "
 NAME = "manifest.json"
 FORMAT = "shardwise.checkpoint"
 VERSION = 1
+IN_COLUMNS = 2  # the version of a manifest in which pieces may be written in columns
 ALGORITHM = "xxh3_64"
 
-MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
+MAX_BYTES = 1 << 28  # of a manifest: about 20 million pieces in columns
 MAX_PIECES = 1 << 17  # of one tensor
+MANY = 64  # pieces of a tensor, from which on they are written in columns
 MAX_BLOCK = 1 << 30
 _HARMLESS = FREE // 256  # bytes, each of which takes at most 256 of memory, whatever it is
-_DIGITS = 16  # hexadecimal digits of a checksum
+_DIGITS = 2 * DIGEST  # of a checksum, hexadecimal
 # In an object store, files of each attempt to save have names of their own.
 _FILE = re.compile(r"shard-\d{5,9}-of-\d{5,9}(-[0-9a-f]{16})?\.safetensors", re.ASCII)
 _CHECKSUMS = re.compile(r"[0-9a-f]*", re.ASCII)
@@ -151,7 +166,8 @@ def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
     """
     manifest = parse_part(text, where, size)
     for i, entry in enumerate(manifest.tensors):
-        if not is_tiling([piece.box for piece in entry.pieces], entry.shape):
+        pieces = Pieces.of(entry.pieces)
+        if not are_tiling(pieces.offsets, pieces.sizes, len(pieces), entry.shape):
             expected = f"pieces that cover {list(entry.shape)} exactly"
             refuse(f"{where}, tensor {i} ({entry.fqn}), pieces", "gaps or overlaps", expected)
     return manifest
@@ -167,7 +183,21 @@ def parse_part(text: bytes, where: str, size: int) -> Manifest:
             f"{where}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
             "line if the file was edited on purpose"
         )
-    return _from_json(fields, where)
+    return _from_json(fields, where, _Memory(where, max(size, len(text)), memory_of(text)))
+
+
+@dataclass
+class _Memory:
+    """What reading takes of memory, and may take."""
+
+    where: str
+    size: int
+    taken: int
+
+    def take(self, nbytes: int) -> None:
+        """Check that there may be so many bytes more."""
+        self.taken += nbytes
+        check_memory(self.taken, self.size, self.where)
 
 
 def _checksum(text: bytes) -> bytes:
@@ -191,9 +221,11 @@ def _lines(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
+    files = tuple(manifest.files)
+    in_columns = any(len(entry.pieces) >= MANY for entry in manifest.tensors)
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": IN_COLUMNS if in_columns else VERSION,
         "versions": dict(manifest.versions),
         "world_size": manifest.world_size,
         "mesh": manifest.mesh,
@@ -206,37 +238,94 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             {"path": list(value.path), "value": encode(value.value, dotted(value.path))}
             for value in manifest.values
         ],
-        "tensors": [_tensor_to_json(entry) for entry in manifest.tensors],
+        "tensors": [_tensor_to_json(entry, files) for entry in manifest.tensors],
     }
 
 
-def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
+def _tensor_to_json(entry: TensorEntry, files: tuple[str, ...]) -> dict[str, Any]:
+    many = len(entry.pieces) >= MANY
     return {
         "path": list(entry.path),
         "shape": list(entry.shape),
         "dtype": entry.dtype,
         "placements": entry.placements,
         "mesh": entry.mesh,
-        "pieces": [
-            {
-                "file": piece.file,
-                "offset": piece.offset,
-                "offsets": list(piece.box.offsets),
-                "sizes": list(piece.box.sizes),
-                "checksums": "".join(piece.checksums),
-            }
-            for piece in entry.pieces
-        ],
+        "pieces": (_columns_to_json if many else _pieces_to_json)(entry.pieces, files),
     }
 
 
-def _from_json(value: Any, where: str) -> Manifest:
+def _pieces_to_json(pieces: Sequence[StoredPiece], files: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "file": piece.file,
+            "offset": piece.offset,
+            "offsets": list(piece.box.offsets),
+            "sizes": list(piece.box.sizes),
+            "checksums": "".join(piece.checksums),
+        }
+        for piece in pieces
+    ]
+
+
+def _columns_to_json(pieces: Sequence[StoredPiece], files: tuple[str, ...]) -> dict[str, Any]:
+    columns = Pieces.of(pieces, files)
+    return {
+        "count": len(columns),
+        "file": _packed(columns.file),
+        "offset": _packed(columns.offset),
+        "offsets": [_packed(each) for each in columns.offsets],
+        "sizes": [_packed(each) for each in columns.sizes],
+        "checksums": _to_text(columns.digests),
+    }
+
+
+def _packed(column: Numbers) -> int | str:
+    first = int(column[0])
+    if (column == first).all():
+        return first
+    return _to_text(zlib.compress(np.diff(column, prepend=0).astype("<i8").tobytes(), 1))
+
+
+def _unpacked(value: Any, where: str, count: int, most: int = MAX_INT) -> Numbers:
+    """A column: numbers from 0 to ``most``, checked."""
+    if not isinstance(value, str):
+        return np.broadcast_to(np.int64(check_number(value, where, most=most)), count)
+    packed, unpacking = _from_text(value, where), zlib.decompressobj()
+    try:
+        found = unpacking.decompress(packed, 8 * count + 1)  # no more, whatever is in it
+    except zlib.error as error:
+        refuse(where, str(error), "compressed numbers")
+    if len(found) != 8 * count or not unpacking.eof or unpacking.unused_data:
+        refuse(where, f"{len(found)} bytes", f"{8 * count} of {count} numbers, and no more")
+    numbers: Numbers = np.cumsum(np.frombuffer(found, "<i8"), dtype=np.int64)
+    if numbers.min() < 0 or numbers.max() > most:
+        wrong = numbers[(numbers < 0) | (numbers > most)]
+        refuse(where, int(wrong[0]), f"integers from 0 to {most}")
+    return numbers
+
+
+def _to_text(data: bytes) -> str:
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def _from_text(value: Any, where: str) -> bytes:
+    if not isinstance(value, str):
+        refuse(where, value, "base64")
+    try:
+        return binascii.a2b_base64(value, strict_mode=True)
+    except ValueError as error:
+        refuse(where, str(error), "base64")
+
+
+def _from_json(value: Any, where: str, memory: _Memory) -> Manifest:
     fields = Fields(value, where)
     unknown = next((name for name in fields.all() if name not in _FIELDS), None)
     if fields.any("format") != FORMAT:
         refuse(f"{where}, 'format'", fields.any("format"), FORMAT)
-    if fields.any("version") != VERSION:
-        refuse(f"{where}, 'version'", fields.any("version"), f"{VERSION}, which this release reads")
+    version = fields.any("version")
+    if version not in (VERSION, IN_COLUMNS):
+        expected = f"{VERSION} or {IN_COLUMNS}, which this release reads"
+        refuse(f"{where}, 'version'", version, expected)
     if unknown is not None:  # a damaged name, perhaps: its contents would be ignored silently
         refuse(where, f"the field {unknown!r}", f"one of {', '.join(sorted(_FIELDS))}")
     checksum = Fields(fields.any("checksum"), f"{where}, 'checksum'")
@@ -250,10 +339,13 @@ def _from_json(value: Any, where: str) -> Manifest:
         _file_name(name, where): check_number(size, f"{where}, file {name}")
         for name, size in fields.object("files").items()
     }
+    if sum(files.values()) > MAX_INT:
+        refuse(f"{where}, 'files'", f"{sum(files.values())} bytes", f"at most {MAX_INT}")
+    reading = _Reading(files, block, version, memory)
     versions = Fields(fields.any("versions"), f"{where}, 'versions'")
     manifest = Manifest(
         tensors=tuple(
-            _tensor(item, f"{where}, tensor {i}", files, block)
+            _tensor(item, f"{where}, tensor {i}", reading)
             for i, item in enumerate(fields.items("tensors", MAX_BYTES))
         ),
         values=tuple(
@@ -310,7 +402,23 @@ def _path(fields: Fields) -> StatePath:
     return tuple(path)
 
 
-def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> TensorEntry:
+class _Reading:
+    """What tensors are checked with.
+
+    Args:
+        files: size in bytes of each file.
+        block: number of bytes that one checksum covers.
+        version: the version of the manifest.
+        memory: what reading takes.
+    """
+
+    def __init__(self, files: Mapping[str, int], block: int, version: int, memory: _Memory) -> None:
+        self.files, self.names = files, tuple(files)
+        self.nbytes = np.array([*files.values()], np.int64)
+        self.block, self.version, self.memory = block, version, memory
+
+
+def _tensor(value: Any, where: str, reading: _Reading) -> TensorEntry:
     fields = Fields(value, where)
     path = _path(fields)
     fields.where = where = f"{where} ({dotted(path)})"
@@ -319,44 +427,100 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
     shape = fields.numbers("shape")
     check_shape(shape, itemsize(dtype), where)
+    if reading.version == IN_COLUMNS and isinstance(fields.any("pieces"), dict):
+        pieces = _columns(fields.any("pieces"), f"{where}, pieces", shape, itemsize(dtype), reading)
+    else:
+        items = enumerate(fields.items("pieces", MAX_PIECES))
+        found = [_piece(item, f"{where}, piece {i}", shape, reading) for i, item in items]
+        pieces = Pieces.of(found, reading.names)
+    _check_pieces(pieces, where, shape, itemsize(dtype), reading)
     return TensorEntry(
         path=path,
         shape=shape,
         dtype=dtype,
         placements=fields.text("placements"),
         mesh=fields.text("mesh"),
-        pieces=tuple(
-            _piece(item, f"{where}, piece {i}", shape, itemsize(dtype), files, block)
-            for i, item in enumerate(fields.items("pieces", MAX_PIECES))
-        ),
+        pieces=pieces,
     )
 
 
-def _piece(
-    value: Any, where: str, shape: tuple[int, ...], size: int, files: Mapping[str, int], block: int
-) -> StoredPiece:
+def _columns(
+    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _Reading
+) -> Pieces:
+    fields = Fields(value, where)
+    digests = _from_text(fields.any("checksums"), f"{where}, 'checksums'")
+    # There is a checksum of each piece, so that a short text cannot stand for many.
+    count = fields.number("count", least=1, most=min(MAX_PIECES, len(digests) // DIGEST))
+    # All columns, and what checks take for a moment.
+    reading.memory.take(8 * (2 * len(shape) + 10) * count)
+    offsets, sizes = (
+        tuple(
+            _unpacked(each, f"{where}, {name!r}", count) for each in fields.items(name, len(shape))
+        )
+        for name in ("offsets", "sizes")
+    )
+    if not len(offsets) == len(sizes) == len(shape):
+        refuse(where, f"{len(offsets)} offsets and {len(sizes)} sizes", f"{len(shape)} of each")
+    file = _unpacked(fields.any("file"), f"{where}, 'file'", count, len(reading.names) - 1)
+    offset = _unpacked(fields.any("offset"), f"{where}, 'offset'", count)
+    pieces = Pieces(reading.names, file, offset, offsets, sizes, file, digests)
+    return replace(pieces, ends=np.cumsum(-(-pieces.numels * size // reading.block)))
+
+
+def _piece(value: Any, where: str, shape: tuple[int, ...], reading: _Reading) -> StoredPiece:
     fields = Fields(value, where)
     name = fields.text("file")
-    if name not in files:
+    if name not in reading.files:
         refuse(f"{where}, 'file'", name, "one of 'files'")
     box = Box(fields.numbers("offsets"), fields.numbers("sizes"))
-    if len(box.sizes) != len(box.offsets) or not box.is_inside(shape) or not box.numel:
-        refuse(where, f"{box.offsets} + {box.sizes}", f"a non-empty part of {list(shape)}")
-    nbytes = box.numel * size
-    offset = fields.number("offset", most=files[name])
-    if offset + nbytes > files[name]:
-        refuse(
-            where,
-            f"bytes {offset} .. {offset + nbytes}",
-            f"bytes inside the {files[name]} of {name}",
-        )
+    if not len(box.sizes) == len(box.offsets) == len(shape):
+        refuse(where, *_not_inside(box, shape))
     digits = fields.text("checksums")
-    if len(digits) != -(-nbytes // block) * _DIGITS or not _CHECKSUMS.fullmatch(digits):
-        refuse(
-            f"{where}, 'checksums'", digits, f"{_DIGITS} hex digits per {block} of {nbytes} bytes"
-        )
+    if len(digits) % _DIGITS or not _CHECKSUMS.fullmatch(digits):
+        refuse(f"{where}, 'checksums'", digits, f"{_DIGITS} hex digits for each block")
     checksums = tuple(digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
-    return StoredPiece(name, offset, box, checksums)
+    return StoredPiece(name, fields.number("offset"), box, checksums)
+
+
+def _not_inside(box: Box, shape: tuple[int, ...]) -> tuple[str, str]:
+    return f"{box.offsets} + {box.sizes}", f"a non-empty part of {list(shape)}"
+
+
+def _check_pieces(
+    pieces: Pieces, where: str, shape: tuple[int, ...], size: int, reading: _Reading
+) -> None:
+    """Check that each piece is inside its tensor and its file, and has its checksums.
+
+    No sum here exceeds 64 bits, since what it consists of has been checked before.
+    """
+
+    def check(
+        right: NDArray[np.bool_], name: str, say: Callable[[StoredPiece], tuple[Any, str]]
+    ) -> None:
+        if not right.all():
+            at = int(right.argmin())
+            refuse(f"{where}, piece {at}{name}", *say(pieces[at]))
+
+    def span(piece: StoredPiece) -> tuple[str, str]:
+        end, most = piece.offset + piece.box.numel * size, reading.files[piece.file]
+        return f"bytes {piece.offset} .. {end}", f"bytes inside the {most} of {piece.file}"
+
+    inside = np.ones(len(pieces), bool)
+    for starts, sizes, most in zip(pieces.offsets, pieces.sizes, shape, strict=False):
+        inside &= (sizes > 0) & (starts + sizes <= most)
+    check(inside, "", lambda piece: _not_inside(piece.box, shape))
+    nbytes, room = pieces.numels * size, reading.nbytes[pieces.file] - pieces.offset
+    check(room >= 0, ", 'offset'", span)
+    check(nbytes <= room, "", span)
+    blocks, known = -(-nbytes // reading.block), len(pieces.digests) // DIGEST
+    check(
+        (blocks <= known) & (blocks == np.diff(pieces.ends, prepend=0)),
+        ", 'checksums'",
+        lambda piece: (len(piece.checksums), f"one for each {reading.block} bytes"),
+    )
+    if len(pieces.digests) != blocks.sum() * DIGEST:
+        found, expected = f"{len(pieces.digests)} bytes", f"{blocks.sum() * DIGEST}"
+        refuse(f"{where}, pieces, 'checksums'", found, expected)
 
 
 class _Node:
@@ -395,15 +559,44 @@ def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
             refuse(where, f"both names and positions in {name}", "one kind of key")
 
 
+def _positions(manifest: Manifest) -> tuple[Numbers, list[int]]:
+    """Where all pieces begin, if files followed each other.
+
+    Returns:
+        The bytes at which they begin, and for each entry how many pieces it and those before have.
+    """
+    names = tuple(manifest.files)
+    bases = np.cumsum([0, *manifest.files.values()], dtype=np.int64)
+    columns = [Pieces.of(entry.pieces, names) for entry in manifest.tensors]
+    counts = np.cumsum([len(each) for each in columns], dtype=np.int64).tolist()
+    starts = [bases[each.file] + each.offset for each in columns]
+    return np.concatenate([np.empty(0, np.int64), *starts]), counts
+
+
+def in_files(manifest: Manifest) -> Iterator[tuple[StoredPiece, TensorEntry]]:
+    """Yield all pieces with their tensors, by file and offset."""
+    starts, counts = _positions(manifest)
+    for at in np.argsort(starts, kind="stable"):
+        which = bisect.bisect_right(counts, at)
+        entry = manifest.tensors[which]
+        yield entry.pieces[int(at) - counts[which] + len(entry.pieces)], entry
+
+
 def _check_files(manifest: Manifest, where: str) -> None:
     """Check that no two pieces share bytes of a file."""
-    spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
-    for entry in manifest.tensors:
-        for piece in entry.pieces:
-            nbytes = piece.box.numel * entry.itemsize
-            spans[piece.file].append((piece.offset, piece.offset + nbytes, entry.fqn))
-    for name, found in spans.items():
-        found.sort()
-        for (_, end, one), (start, _, other) in itertools.pairwise(found):
-            if start < end:
-                raise CheckpointError(f"{where}: {one} and {other} overlap in {name}")
+    starts, _ = _positions(manifest)
+    ends = starts + np.concatenate(
+        [
+            np.empty(0, np.int64),
+            *(Pieces.of(entry.pieces).numels * entry.itemsize for entry in manifest.tensors),
+        ]
+    )
+    starts.sort()
+    ends.sort()
+    if (ends[:-1] <= starts[1:]).all():
+        return  # then each ends before any other begins
+    for (one, first), (other, second) in itertools.pairwise(in_files(manifest)):
+        end = one.offset + one.box.numel * first.itemsize
+        if one.file == other.file and other.offset < end:
+            both = f"{first.fqn} and {second.fqn}"
+            raise CheckpointError(f"{where}: {both} overlap in {one.file}")

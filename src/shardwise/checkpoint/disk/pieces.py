@@ -21,6 +21,7 @@ from shardwise.base.boxes import Box, boxes_of_span, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Closing, open_file, read_exactly
 from shardwise.base.strict import refuse
+from shardwise.checkpoint.disk.columns import parts_in
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.safetensors import as_bytes, is_lazy, read_fields
@@ -279,8 +280,6 @@ def read_box(reader: PieceReader, entry: TensorEntry, box: Box, destination: Ten
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    for piece in entry.pieces:
-        common = piece.box.intersection(box)
-        if common is not None:
-            target = narrow(destination, common.relative_to(box.offsets))
-            reader.read_into(entry, piece, common, target)
+    for piece, common in parts_in(entry.pieces, box):
+        target = narrow(destination, common.relative_to(box.offsets))
+        reader.read_into(entry, piece, common, target)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from shardwise.base.boxes import Box
 from shardwise.base.files import Closing
+from shardwise.checkpoint.disk.columns import parts_in
 from shardwise.checkpoint.disk.entries import TensorEntry
 from shardwise.checkpoint.disk.store_path import StorePath
 
@@ -71,10 +72,7 @@ class StoreReads(Closing):
         """Plan to read parts of tensors, in this order: of each, all blocks with some of it."""
         block = self._block
         for entry, box in parts:
-            for piece in entry.pieces:
-                common = piece.box.intersection(box)
-                if common is None or not common.numel:
-                    continue
+            for piece, common in parts_in(entry.pieces, box):
                 first, end = common.relative_to(piece.box.offsets).span(piece.box.sizes)
                 start = first * entry.itemsize // block * block
                 stop = -(-end * entry.itemsize // block) * block

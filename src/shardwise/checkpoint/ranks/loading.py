@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise._torch import dtensor
 from shardwise.base.boxes import Box, narrow
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.columns import Pieces
 from shardwise.checkpoint.disk.commit import check_files
 from shardwise.checkpoint.disk.entries import (
     Manifest,
@@ -228,7 +229,7 @@ def install(
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
     """Where a tensor begins, so that files are read front to back."""
-    return min(((piece.file, piece.offset) for piece in entry.pieces), default=("", 0))
+    return Pieces.of(entry.pieces).first
 
 
 def load_weights(

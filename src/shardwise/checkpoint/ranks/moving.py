@@ -623,7 +623,7 @@ def merge(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                 raise CheckpointError(
                     f"{entry.fqn}: found {entry.info} on one rank and {known.info} on another"
                 )
-            found[entry.fqn] = replace(known, pieces=known.pieces + entry.pieces)
+            found[entry.fqn] = replace(known, pieces=(*known.pieces, *entry.pieces))
     for entry in found.values():
         boxes = list(holders_of(entry))
         if not is_tiling(boxes, entry.shape):

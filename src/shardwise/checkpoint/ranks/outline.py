@@ -15,6 +15,7 @@ So the first rank's work is a few array operations for each tensor, and some byt
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import zlib
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from shardwise.base.boxes import Box, is_tiling, row_major
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.columns import DIGEST, Numbers, Pieces
 from shardwise.checkpoint.disk.entries import (
     Origin,
     StatePath,
@@ -37,13 +39,11 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     dtype_name,
 )
-from shardwise.checkpoint.disk.manifest import MAX_BYTES
+from shardwise.checkpoint.disk.manifest import MANY, MAX_BYTES
 from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.disk.values import RANKS, decode, encode
 from shardwise.checkpoint.ranks.alike import RankState
 
-_Numbers = NDArray[np.int64]
-_CHECKSUM = 8  # bytes
 _PIECE = 103  # bytes of a manifest that a part of a tensor takes at least, without checksums
 
 
@@ -98,12 +98,12 @@ def _is_own(name: str) -> bool:
     return f".{RANKS}." in name
 
 
-def packed(numbers: _Numbers) -> bytes:
+def packed(numbers: Numbers) -> bytes:
     """Numbers as bytes."""
     return zlib.compress(numbers.tobytes(), 1)
 
 
-def _unpacked(data: bytes) -> _Numbers:
+def _unpacked(data: bytes) -> Numbers:
     return np.frombuffer(zlib.decompress(data), np.int64)
 
 
@@ -150,35 +150,49 @@ class _Alike:
     """
 
     def __init__(
-        self, ranks: list[int], tensors: list[tuple[Origin, TensorInfo]], boxes: _Numbers
+        self, ranks: list[int], tensors: list[tuple[Origin, TensorInfo]], boxes: Numbers
     ) -> None:
-        self.ranks, self.tensors, self._boxes = np.array(ranks, np.int32), tensors, boxes
+        self.ranks, self.tensors, self._boxes = np.array(ranks, np.int64), tensors, boxes
         shape = len(ranks), len(tensors)
         self.shared, self.writes = np.zeros(shape, bool), np.zeros(shape, bool)
         self.digests = np.zeros(shape, np.int64)
         ends = np.cumsum([0, *(2 * len(info.shape) for _, info in tensors)])
         self._spans = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
 
-    def parts(self, column: int) -> tuple[_Numbers, _Numbers, NDArray[np.bool_]]:
+    def parts(self, column: int) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
         """The parts of a tensor.
 
         Returns:
             A number for where each begins, how many elements each has, and whether it counts: one
             without elements does if the tensor has none.
         """
-        numbers, info = self._boxes[:, self._spans[column]], self.tensors[column][1]
-        dims = len(info.shape)
+        info = self.tensors[column][1]
+        offsets, lengths = self.boxes(column)
         # One more than the sizes, so that a part that begins at an end has a number of its own.
         steps = row_major([size + 1 for size in info.shape])
-        sizes = numbers[:, dims:].prod(axis=1)
+        sizes = lengths.prod(axis=1)
         counts = (sizes > 0) | (info.numel == 0)
-        starts: _Numbers = numbers[:, :dims] @ np.array(steps, np.int64)
+        starts: Numbers = offsets @ np.array(steps, np.int64)
         return starts, sizes, counts
+
+    @functools.cached_property
+    def blocks(self) -> Numbers:
+        """How many checksums there are of what is written: a row for each tensor."""
+        found = np.zeros(self.writes.T.shape, np.int64)
+        for column, (_, info) in enumerate(self.tensors):
+            found[column] = -(-self.boxes(column)[1].prod(axis=1) * info.itemsize // BLOCK)
+        return found * self.writes.T
+
+    def boxes(self, column: int) -> tuple[Numbers, Numbers]:
+        """The offsets and the sizes of the parts of a tensor, a row for each rank."""
+        numbers = self._boxes[:, self._spans[column]]
+        half = numbers.shape[1] // 2
+        return numbers[:, :half], numbers[:, half:]
 
     def box(self, row: int, column: int) -> Box:
         """The part of a tensor that a rank has."""
-        numbers = self._boxes[row, self._spans[column]].tolist()
-        return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
+        offsets, sizes = self.boxes(column)
+        return Box(tuple(offsets[row].tolist()), tuple(sizes[row].tolist()))
 
 
 class _Holders:
@@ -208,7 +222,7 @@ class _Holders:
         self.first[1:] = starts[1:] != starts[:-1]
 
     @property
-    def parts(self) -> _Numbers:
+    def parts(self) -> Numbers:
         """The number of the part that each has."""
         return np.cumsum(self.first) - 1
 
@@ -306,7 +320,8 @@ class Outlines:
                     f"the {info.numel:,} of a tensor of {list(info.shape)}"
                 )
             blocks = -(-holders.sizes[holders.first] * info.itemsize // BLOCK)
-            least += int(((blocks > 0) * _PIECE + 2 * _CHECKSUM * blocks).sum())
+            pieces, sums = int((blocks > 0).sum()), DIGEST * int(blocks.sum())
+            least += sums * 4 // 3 if pieces >= MANY else pieces * _PIECE + 2 * sums
             if holders.first.all():
                 self._assign(name, holders, holders.first)
             else:
@@ -401,25 +416,77 @@ class Outlines:
 
     def pieces(
         self, written: Sequence[tuple[bytes, bytes]], files: Sequence[str]
-    ) -> dict[str, list[StoredPiece]]:
+    ) -> dict[str, Pieces]:
         """What was written, by the name of the tensor.
 
         Args:
             written: what each rank says of what it has written; see :func:`summary`.
             files: the names of their files.
         """
-        found: dict[str, list[StoredPiece]] = {name: [] for name in self.infos}
-        for rows, (offsets, digits), file in zip(self._rows, written, files, strict=True):
-            places, checksums = iter(_unpacked(offsets).tolist()), iter(_checksums(digits))
+        places: dict[_Alike, list[Numbers]] = {}
+        digests: dict[_Alike, list[Numbers]] = {}
+        for rows, (offsets, digits) in zip(self._rows, written, strict=True):
+            left, rest = _unpacked(offsets), np.frombuffer(digits, np.int64)
             for table, row in rows:
-                for column in np.flatnonzero(table.writes[row]).tolist():
-                    origin, info = table.tensors[column]
-                    box = table.box(row, column)
-                    blocks = -(-box.numel * info.itemsize // BLOCK)
-                    sums = tuple(itertools.islice(checksums, blocks))
-                    piece = StoredPiece(file, next(places), box, sums)
-                    found[dotted(origin.path)].append(piece)
-        return found
+                mine, left = np.split(left, [table.writes[row].sum()])
+                sums, rest = np.split(rest, [table.blocks[:, row].sum()])
+                places.setdefault(table, []).append(mine)
+                digests.setdefault(table, []).append(sums)
+        stored = {
+            table: _Stored(table, np.concatenate(places[table]), np.concatenate(digests[table]))
+            for table in places
+        }
+        names = tuple(files)
+        return {
+            name: _joined([stored[table].pieces(column, names) for table, column in columns])
+            for name, columns in self._columns.items()
+        }
+
+
+class _Stored:
+    """What ranks that are alike have written, and where.
+
+    Args:
+        table: the ranks.
+        places: bytes of their files at which parts begin, of one rank after the other.
+        digests: the checksums of the parts, likewise.
+    """
+
+    def __init__(self, table: _Alike, places: Numbers, digests: Numbers) -> None:
+        self._table, self._digests = table, digests
+        found = np.zeros(table.writes.shape, np.int64)
+        found[table.writes] = places
+        ends = table.blocks.T.ravel().cumsum().reshape(found.shape)
+        # What is said of one tensor lies together: it is looked up for one after the other.
+        self._places, self._ends = np.ascontiguousarray(found.T), np.ascontiguousarray(ends.T)
+        self._writes = np.ascontiguousarray(table.writes.T)
+
+    def pieces(self, column: int, files: tuple[str, ...]) -> Pieces:
+        """The pieces of a tensor."""
+        rows = np.flatnonzero(self._writes[column])
+        offsets, sizes = self._table.boxes(column)
+        counts = self._table.blocks[column, rows]
+        ends = counts.cumsum()
+        # The number of each checksum among all.
+        at = np.arange(counts.sum()) + (self._ends[column, rows] - ends).repeat(counts)
+        return Pieces(
+            files,
+            self._table.ranks[rows],
+            self._places[column, rows],
+            tuple(offsets[rows].T),
+            tuple(sizes[rows].T),
+            ends,
+            self._digests[at].tobytes(),
+        )
+
+
+def _joined(parts: list[Pieces]) -> Pieces:
+    """One of several, if only one has any."""
+    some = [each for each in parts if len(each)] or parts
+    if len(some) == 1:
+        return some[0]
+    ordered = sorted((piece for each in some for piece in each), key=lambda each: each.file)
+    return Pieces.of(ordered, some[0].files)
 
 
 def summary(stored: Iterable[StoredPiece]) -> tuple[bytes, bytes]:
@@ -427,8 +494,3 @@ def summary(stored: Iterable[StoredPiece]) -> tuple[bytes, bytes]:
     pieces = list(stored)
     sums = "".join(each for piece in pieces for each in piece.checksums)
     return packed(np.array([piece.offset for piece in pieces], np.int64)), bytes.fromhex(sums)
-
-
-def _checksums(digits: bytes) -> list[str]:
-    text, width = digits.hex(), 2 * _CHECKSUM
-    return [text[at : at + width] for at in range(0, len(text), width)]

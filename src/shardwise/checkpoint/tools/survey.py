@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import size_of
+from shardwise.checkpoint.disk.columns import files_of
 from shardwise.checkpoint.disk.commit import (
     check_files,
     clean,
@@ -20,9 +21,9 @@ from shardwise.checkpoint.disk.commit import (
     lost_files,
     step_folder,
 )
-from shardwise.checkpoint.disk.entries import TensorEntry
+from shardwise.checkpoint.disk.entries import StoredPiece, TensorEntry
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
-from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.checkpoint.disk.manifest import in_files, read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.formats.detect import (
@@ -386,26 +387,21 @@ def _damages(path: Place, buffer: int, watch: Watch) -> Iterator[Damage]:
     lost = lost_files(path, manifest)
     in_file: dict[str, list[TensorEntry]] = {file: [] for file in lost}
     for entry in manifest.tensors:
-        for file in {piece.file for piece in entry.pieces} & lost.keys():
+        for file in files_of([entry.pieces]) & lost.keys():
             in_file[file].append(entry)
     for file, reason in lost.items():
         entries = in_file[file]
         others = f" and {len(entries) - 1} others" if len(entries) > 1 else ""
         yield Damage(file, f"{entries[0].name}{others}" if entries else "none", "all", reason)
+
     # One file after the other, so that what is read ahead of a store is read once.
-    pieces = sorted(
-        (
-            (piece, entry)
-            for entry in manifest.tensors
-            for piece in entry.pieces
-            if piece.file not in lost
-        ),
-        key=lambda each: (each[0].file, each[0].offset),
-    )
+    def pieces() -> Iterator[tuple[StoredPiece, TensorEntry]]:
+        return (each for each in in_files(manifest) if each[0].file not in lost)
+
     with PieceReader(path, manifest, buffer=max(buffer, LEAST_BUFFER)) as reader:
         progress = watch(sum(entry.nbytes for entry in manifest.tensors))
-        reader.expect((replace(entry, pieces=(piece,)), piece.box) for piece, entry in pieces)
-        for piece, entry in pieces:
+        reader.expect((replace(entry, pieces=(piece,)), piece.box) for piece, entry in pieces())
+        for piece, entry in pieces():
             try:
                 for chunk in reader.stream(entry, piece):
                     progress(chunk.nbytes)
