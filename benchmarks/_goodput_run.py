@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from _report import ROOT
+from shardwise.elastic.starting import STACKS
 from shardwise.runs.files import RunFiles
 from shardwise.runs.metrics import Follower
 
@@ -98,7 +99,7 @@ class StepsWatched:
         """Return the process of a rank."""
         for process in processes:
             with contextlib.suppress(psutil.Error, OSError):
-                if _is_alive(process) and process.environ().get("RANK") == str(victim):
+                if _is_alive(process) and victim in map(_rank_with, process.open_files()):
                     return process
         return None
 
@@ -149,6 +150,14 @@ class RoundsWatched:
             number = event["round"]
             self.by_round = {r: count for r, count in self.by_round.items() if r < number}
             self.by_round[number] = sum(event["tokens"])
+
+
+def _rank_with(file: Any) -> int | None:
+    """Return which rank of a host has a file open that the launcher has asked for; None: none."""
+    # Not by RANK: ranks are forked, and the system shows the environment that the first process
+    # had.
+    path = Path(file.path)
+    return int(path.parent.name.rpartition("-")[2]) if path.name == STACKS else None
 
 
 def _is_alive(process: psutil.Process) -> bool:

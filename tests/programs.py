@@ -42,9 +42,11 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 from unittest import mock
 
+import psutil
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from shardwise.elastic import call
+from shardwise.elastic.starting import STACKS
 from tests.harness import start_server
 
 
@@ -189,6 +191,17 @@ def start_program(
     for pipe in pipes:
         os.close(pipe)
     return Program(process, streams[0], streams[1])
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """Return the ranks that a launcher has started, in their order, once they have begun.
+
+    Beside them it may have the process from which they are forked.
+    """
+    found = sorted(psutil.Process(launcher).children(), key=lambda child: child.pid)
+    return [
+        child for child in found if any(Path(f.path).name == STACKS for f in child.open_files())
+    ]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from typing import Any
 
@@ -30,7 +31,7 @@ def stretch(loop: Any, seconds: float) -> None:
     loop._accumulate = stretched
 
 
-if "RANK" in os.environ and "GOODPUT_STEP" in os.environ:
+if "GOODPUT_STEP" in os.environ and "shardwise.app.recipes.rank" in sys.orig_argv:
     from shardwise.app.recipes.core.loop import Loop
 
     stretch(Loop, float(os.environ["GOODPUT_STEP"]))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from shardwise.app.recipes.core.checkpointing import Checkpoints
@@ -23,7 +22,7 @@ from shardwise.base.units import printable
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.runs.metrics_file import read_metrics
 from tests.cli.shell import call, refused
-from tests.programs import Program, shell_environment, start_program
+from tests.programs import Program, ranks_of, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 
 WAIT = 180.0  # seconds that anything may take on a busy machine
@@ -221,10 +220,6 @@ def wait_for_step(process: Program, step: int) -> Iterator[str]:
     raise AssertionError(f"the command ended before step {step}: {process.communicate()[1]}")
 
 
-def ranks_of(process: Program) -> list[psutil.Process]:
-    return sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-
-
 def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
     folder: Path, whole: Ended
 ) -> None:
@@ -233,7 +228,7 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
     # A rank is killed: the run ends at once, with that rank's name, and nothing is left running.
     process = start(folder, *command)
     list(wait_for_step(process, 3))
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     ranks[1].kill()
     killed = Ended.of(folder, process)

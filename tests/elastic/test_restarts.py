@@ -45,6 +45,34 @@ script, how = sys.argv[1:]
 sys.exit(run_job(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
 """
 
+FORKED = """
+import os, signal, sys
+from pathlib import Path
+from shardwise.elastic.fork_server import serve_forks
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import find_world
+
+here = Path(sys.argv[0]).parent
+serve_forks(lambda: (here / f"imported-{os.getpid()}").touch())
+
+def body(world, signals):
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (here / f"rank-{attempt}-{world.rank}-{os.getpid()}").touch()
+    if attempt == "0" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run_rank(find_world(), body)
+"""
+
+PARENT_OF_FORKED = """
+import sys
+from shardwise.elastic import agent
+from shardwise.elastic.fork_server import ForkServer
+from shardwise.elastic.restarts import run_job
+agent.SETTLE = 0.1
+sys.exit(run_job(ForkServer([sys.executable, *sys.argv[1:]]), 2, 2))
+"""
+
 
 @pytest.mark.parametrize(
     ("how", "code", "attempts"),
@@ -70,3 +98,17 @@ def test_a_job_is_restarted_as_often_as_it_may(
         assert "attempt 1 of 2 ranks" in out
         assert "rank 1 of 2 was killed by SIGKILL" in err
         assert "restart    1 of 2, from what is saved" in err
+
+
+def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(FORKED)
+    (tmp_path / "parent.py").write_text(PARENT_OF_FORKED)
+    words = [str(tmp_path / "parent.py"), str(tmp_path / "rank.py")]
+    ended = start_program(words, folder=tmp_path, env=shell_environment())
+    _, err = ended.communicate(timeout=60)
+
+    assert ended.returncode == 0, err
+    assert len(list(tmp_path.glob("imported-*"))) == 1
+    ranks = [file.name.rpartition("-") for file in tmp_path.glob("rank-*")]
+    assert {name for name, _, _ in ranks} >= {"rank-0-1", "rank-1-0", "rank-1-1"}
+    assert len({pid for _, _, pid in ranks}) == len(ranks)

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import psutil
 import pytest
 
 from benchmarks._hosts import Host
 from tests.hosts.network import left_on, start
-from tests.programs import Program
+from tests.programs import Program, ranks_of
 
 #: What trains in a folder, under a name; by name.
 Jobs = Mapping[str, Callable[[Path, str], "Ended"]]
@@ -194,7 +193,7 @@ Fault = Callable[[Job], Callable[[], None]]
 
 def kill_rank(job: Job) -> Callable[[], None]:
     """Kill the first rank of host 1, but not its launcher."""
-    psutil.Process(job.commands[1].pid).children()[0].kill()
+    ranks_of(job.commands[1].pid)[0].kill()
     return lambda: None
 
 

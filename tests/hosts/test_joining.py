@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks._hosts import Host, two_hosts
 from shardwise.runs.metrics_file import read_metrics
 from tests.hosts.jobs import IMPATIENT, WAIT, Job, kill_host
 from tests.hosts.network import needs_hosts
-from tests.programs import Program
+from tests.programs import Program, ranks_of
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, write_model
 
@@ -122,7 +121,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
 def test_ranks_stay_when_a_host_joins_and_when_it_leaves(hosts: Pair, tmp_path: Path) -> None:
     job = Training(hosts, tmp_path, PORT + 1, "--checkpoint-every 0")
     job.wait_for_session(1, 22)
-    [rank] = psutil.Process(job.commands[0].pid).children()
+    [rank] = ranks_of(job.commands[0].pid)
     second = job.come()
     job.wait_for_session(2, 22)
     assert rank.is_running()

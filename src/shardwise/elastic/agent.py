@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ from shardwise.base.errors import UserError
 from shardwise.base.say import say
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import signal_name
+from shardwise.elastic.fork_server import ForkServer
 from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.memory_folder import delete_memory
@@ -66,7 +67,7 @@ from shardwise.elastic.world import (
     REPORT,
     STAYS,
     environment,
-    usable_cores,
+    threads_of_a_rank,
 )
 
 POLL = 0.02  # seconds between looks at the ranks
@@ -199,6 +200,12 @@ class Agent(LocalAgent):
         pids = begin(worker_group)
         self._starting = StartWatch(self.ranks, self._say)
         return pids
+
+    def fork(self, environment: Mapping[str, str], output: Sequence[int]) -> int | None:
+        """Fork a rank from a process that has imported what it needs, if there is one."""
+        if not isinstance(self._command, ForkServer):
+            return None
+        return self._command.fork(environment, output, lambda: bool(self.signals.noted))
 
     def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the processes of a world."""
@@ -523,7 +530,6 @@ class _RankLogs(LogsSpecs):
         """Complete the environment of every rank, and return the files for its output."""
         files = LogsDest()
         generation = str(self._meeting.generation)
-        threads = str(max(1, usable_cores() // len(envs)))
         for local_rank, env in envs.items():
             folder = self.of(local_rank)
             folder.mkdir()
@@ -535,7 +541,7 @@ class _RankLogs(LogsSpecs):
             env[REPORT] = str(report)
             env["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
             env["TORCHELASTIC_RESTART_COUNT"] = generation
-            env.setdefault("OMP_NUM_THREADS", threads)
+            env.setdefault("OMP_NUM_THREADS", threads_of_a_rank(len(envs)))
             self._name_interfaces(env)
             # Rank 0 writes to the user, and so does what may become rank 0 over other hosts. The
             # output of the others is kept in case they crash.

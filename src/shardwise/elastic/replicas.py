@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import threading
 import time
@@ -24,12 +23,13 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from shardwise.base.say import say
 from shardwise.elastic.agent import POLL, Agent, LocalRank, Signals, agents_environment, how_failed
 from shardwise.elastic.clock import process_clock
+from shardwise.elastic.fork_server import running
 from shardwise.elastic.hosts import HERE, Command
 from shardwise.elastic.membership import Next, Verdict
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result
 from shardwise.elastic.rank import Ending
 from shardwise.elastic.rendezvous import Rendezvous
-from shardwise.elastic.world import JOB, ReplicaWorld, usable_cores
+from shardwise.elastic.world import JOB, ReplicaWorld, threads_of_a_rank
 
 _LEAST_GRACE = 60.0  # seconds for the others to end, once one has
 
@@ -44,8 +44,7 @@ class _Replica(Agent):
         self._launcher, self._replica = launcher, replica
         self._failure: LocalRank | None = None  # of the last start
         self._is_given_up = False
-        threads = str(max(1, usable_cores() // (ranks * replica.count)))
-        threads = os.environ.get("OMP_NUM_THREADS", threads)
+        threads = threads_of_a_rank(ranks * replica.count)
         self.logs.more = {JOB: launcher.job, "OMP_NUM_THREADS": threads}
         self.logs.shown = replica.number == 0
 
@@ -172,6 +171,7 @@ class ReplicaLauncher:
         numbers = range(self._first.count)
         with contextlib.ExitStack() as held:
             signals = self._signals = held.enter_context(contextlib.closing(Signals()))
+            held.enter_context(running(self.command, len(numbers) * self.ranks))
             held.enter_context(agents_environment())
             pool = held.enter_context(ThreadPoolExecutor(len(numbers)))
             agents = [_Replica(self, replace(self._first, number=n), signals) for n in numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from shardwise.elastic.fork_server import running
 from shardwise.elastic.hosts import HERE, Command, Nodes
 from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing
@@ -33,11 +34,12 @@ def run_job(
     """
     # torch warns of every address that has no name, once torch is imported.
     quiet = environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR")
-    # Here, and not before: it imports torch, which takes seconds.
-    with quiet, importing():
-        from shardwise.elastic.agent import Agent, Signals, agents_environment
-        from shardwise.elastic.rendezvous import Rendezvous
+    with running(command, nproc):
+        # Here, and not before: it imports torch, which takes seconds.
+        with quiet, importing():
+            from shardwise.elastic.agent import Agent, Signals, agents_environment
+            from shardwise.elastic.rendezvous import Rendezvous
 
-    with contextlib.closing(Signals()) as signals, agents_environment():
-        rendezvous = Rendezvous(nodes, nproc, restarts, lambda: signals.end_waiting)
-        return Agent(command, rendezvous, signals, shown).run_job()
+        with contextlib.closing(Signals()) as signals, agents_environment():
+            rendezvous = Rendezvous(nodes, nproc, restarts, lambda: signals.end_waiting)
+            return Agent(command, rendezvous, signals, shown).run_job()

@@ -135,6 +135,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_of_a_rank(ranks: int) -> str:
+    """Return the ``OMP_NUM_THREADS`` of each of ``ranks`` ranks, which share this host's cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+
+
 def most_ranks() -> tuple[int, str]:
     """Return how many ranks this host can carry, and that in words.
 

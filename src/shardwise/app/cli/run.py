@@ -26,7 +26,8 @@ from shardwise.base.errors import UserError
 from shardwise.base.say import say
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
-from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, Nodes, OnJoin
+from shardwise.elastic.fork_server import ForkServer
+from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, Command, Nodes, OnJoin
 from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing, run_rank, run_worker
 from shardwise.elastic.restarts import run_job
@@ -246,7 +247,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             held.enter_context(environment(**{LOCKED: "1"}))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
-        command = command_of(job, _words(job), Path(folder))
+        command = ForkServer(command_of(job, _words(job), Path(folder)))
         if job.deadline is not None:
             code = _launch_replicas(job, command, processes, job.deadline, launch.max_restarts)
         else:
@@ -274,7 +275,7 @@ def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
 
 
 def _launch(
-    job: TrainingJob, command: list[str], processes: int, nodes: Nodes | None, max_restarts: int
+    job: TrainingJob, command: Command, processes: int, nodes: Nodes | None, max_restarts: int
 ) -> int:
     """Start this host's ranks of a training, and wait for them."""
     _say_starting(processes)
@@ -282,11 +283,11 @@ def _launch(
         on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
         nodes = replace(nodes, options=job.options(), on_join=on_join)
         show(_meeting(nodes))
-    return run_job(lambda attempt: command, processes, max_restarts, nodes or HERE)
+    return run_job(command, processes, max_restarts, nodes or HERE)
 
 
 def _launch_replicas(
-    job: TrainingJob, command: list[str], processes: int, deadline: float, max_restarts: int
+    job: TrainingJob, command: Command, processes: int, deadline: float, max_restarts: int
 ) -> int:
     """Start every replica as a world of its own, and wait for them."""
     count = job.replicas(_world(1, processes))
@@ -312,7 +313,7 @@ def _launch_replicas(
             QuorumServer(count, deadline=deadline, token=token, report=report)
         )
         launcher = ReplicaLauncher(
-            lambda attempt: command,
+            command,
             ReplicaWorld(0, count, f"127.0.0.1:{server.port}", token, 0),
             processes // count,
             max_restarts,

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import MovedOn, Parted
+from shardwise.elastic.fork_server import serve_forks
 from shardwise.elastic.rank import StopSignals, run_rank
 from shardwise.elastic.world import EARLY, World, find_replica, find_world
 
@@ -40,6 +41,7 @@ def main() -> NoReturn:
     """Be the rank that the environment names."""
     given: tuple[TrainingJob, Sequence[str]] = pickle.loads(Path(sys.argv[1]).read_bytes())
     job, sys.argv[1:] = given
+    serve_forks(job.preload)
     world = find_world()
     assert world is not None, "this is no rank"
     # The name of a file may be what no text can hold; it is shown nevertheless.

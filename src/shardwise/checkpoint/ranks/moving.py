@@ -644,8 +644,8 @@ def holders_of(entry: TensorEntry) -> dict[Box, list[int]]:
 
 def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
     """Cut the tensors into lists that travel one after the other, the same on all ranks."""
-    most = min(_BATCHES * _AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
-    return portions(entries, lambda entry: entry.nbytes, most)
+    share = max(_AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
+    return portions(entries, lambda entry: entry.nbytes, min(_BATCHES * _AT_ONCE, share))
 
 
 def _check_target(

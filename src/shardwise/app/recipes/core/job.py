@@ -253,6 +253,18 @@ class TrainingJob:
                 self._assemble = self.config.assemble()
         return self._assemble
 
+    def preload(self) -> None:
+        """Import what ranks will need, before there are any: all that does not depend on data."""
+        self.prepare()
+        output = self.config.train.output
+        with importing():
+            from shardwise.insight.inspect import page, read  # noqa: F401
+            from shardwise.transport.shm import transport  # noqa: F401
+
+            if output.replicate_every:
+                from shardwise.app.recipes.core import memory  # noqa: F401
+            self.config.blueprint()  # whose module is imported when a model is made of it
+
     def run(self, world: World, signals: StopSignals, before: Departure | None = None) -> None:
         """Train, as one rank; see :func:`~shardwise.app.recipes.core.training.train`."""
         inputs, assemble = self._checked(), self.prepare()
