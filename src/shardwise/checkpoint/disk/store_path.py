@@ -119,6 +119,10 @@ class StorePath(os.PathLike[str]):
         """``False``: there are none in a store."""
         return False
 
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self.find() is not None
+
     def iterdir(self) -> Iterator[StorePath]:
         """Yield what is directly below, as if it were a folder."""
         folders, files = self.listed()
