@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
-from shardwise.checkpoint.disk.companions import INDEX, SINGLE
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
 

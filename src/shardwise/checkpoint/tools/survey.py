@@ -21,6 +21,7 @@ from shardwise.checkpoint.disk.commit import (
     step_folder,
 )
 from shardwise.checkpoint.disk.entries import TensorEntry
+from shardwise.checkpoint.disk.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
@@ -33,7 +34,6 @@ from shardwise.checkpoint.formats.detect import (
     refuse_foreign,
     steps_root,
 )
-from shardwise.checkpoint.formats.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 
 if TYPE_CHECKING:

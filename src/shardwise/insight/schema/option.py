@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.base.arguments import check_arguments
-from shardwise.base.errors import NotPossibleError, UserError
+from shardwise.base.errors import CheckpointError, NotPossibleError, UserError
 from shardwise.insight.schema.words import own_word
 
 T = TypeVar("T")
@@ -332,6 +332,17 @@ def naming(option: str, hint: str = "") -> Iterator[None]:
         yield
     except NotPossibleError as error:
         raise OptionError(option, error.found, error.expected + hint) from error.__cause__
+
+
+@contextlib.contextmanager
+def reported(option: str) -> Iterator[None]:
+    """Report what is at the place that an option names, and cannot be read, as a mistake in it."""
+    try:
+        yield
+    except OptionError:
+        raise
+    except (CheckpointError, ValueError) as error:
+        raise UserError(f"{option}: {str(error).removeprefix('path: ')}") from None
 
 
 def as_json(value: Any) -> Any:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import bisect
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -73,7 +73,7 @@ class ByteStream:
     def __init__(self, documents: Iterable[Document]) -> None:
         self.documents = tuple(documents)
         # Position in the stream of each document's separator, and of the end.
-        self._starts = [0, *accumulate(document.size + 1 for document in self.documents)]
+        self._starts = [0, *itertools.accumulate(document.size + 1 for document in self.documents)]
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -262,7 +262,7 @@ def _expand(text: str, option: str) -> list[Path]:
     if is_url(text):
         from shardwise.app.recipes.text.stored import fetched_data  # of no use to folders
 
-        path = fetched_data(text, option)
+        path = fetched_data(text, option, _is_left_out)
     if path.is_dir():
         if (path / "run.json").is_file():
             expected = "text; --out names the run that --resume continues"
@@ -302,12 +302,17 @@ def _glob(pattern: str) -> list[str]:
     return found
 
 
+def _is_left_out(name: str) -> bool:
+    """Whether a file or a folder is no text: it is hidden, or Python has made it."""
+    return name.startswith(".") or name == "__pycache__"
+
+
 def _walk(folder: Path, option: str) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
-        for name in names:
+        folders[:] = itertools.filterfalse(_is_left_out, folders)
+        for name in itertools.filterfalse(_is_left_out, names):
             file = Path(parent, name)
-            if not name.startswith(".") and file.is_file():
+            if file.is_file():
                 yield _readable(file, option)
 
 
