@@ -56,6 +56,8 @@ def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 #: States by a name that no other optimizer gives to its own, and whose they are.
 _KEPT_BY = {"exp_avg_codes": "AdamW8bit"}
+#: All states that an optimizer of torch has, of those that would leave others where they are.
+_HAS_ONLY = {"SGD": ("momentum_buffer",)}
 
 
 def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -68,7 +70,7 @@ def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
         name: of the state: ``"exp_avg"``.
 
     Raises:
-        ValueError: it is one of torch's or of ours, and the state is of another one of ours.
+        ValueError: it is one of torch's or of ours, and the state is of another one.
     """
     owner, innermost = _KEPT_BY.get(name), type([*inside_of(optimizer)][-1])
     package = innermost.__module__.partition(".")[0]
@@ -79,6 +81,11 @@ def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
             f"found {name}, a state of shardwise.optim.{owner}, from which "
             f"{found}{innermost.__name__} cannot go on; load it into shardwise.optim.{owner}, or "
             "load the model alone"
+        )
+    if package == "torch" and name not in _HAS_ONLY.get(innermost.__name__, (name,)):
+        raise ValueError(
+            f"found {name}, a state of another optimizer, from which torch's {innermost.__name__} "
+            "cannot go on; load it into that one, or load the model alone"
         )
 
 

@@ -259,49 +259,6 @@ class FileWriter:
         return text
 
 
-class FileStream:
-    """A file and its manifest as one row of bytes, to send or to receive.
-
-    Args:
-        data: the file.
-        text: its manifest.
-
-    Attributes:
-        text: as passed.
-    """
-
-    def __init__(self, data: mmap.mmap, text: bytes | bytearray) -> None:
-        self.text = text
-        self._parts = (memoryview(data), memoryview(text))
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The bytes of both."""
-        data, text = self._parts
-        return data.nbytes, text.nbytes
-
-    def read(self, at: int, into: Tensor) -> None:
-        """Copy bytes from a place on."""
-        buffer = into.numpy().data
-        for mine, its in self._cuts(at, into.numel()):
-            buffer[its] = mine
-
-    def write(self, at: int, bytes_there: Tensor) -> None:
-        """Take bytes that belong to a place."""
-        buffer = bytes_there.numpy().data
-        for mine, its in self._cuts(at, bytes_there.numel()):
-            mine[:] = buffer[its]
-
-    def _cuts(self, at: int, count: int) -> Iterator[tuple[memoryview, slice]]:
-        """Yield what of either part is in a range, and where in the range that is."""
-        start = 0
-        for part in self._parts:
-            first, end = max(at, start), min(at + count, start + part.nbytes)
-            if first < end:
-                yield part[first - start : end - start], slice(first - at, end - at)
-            start += part.nbytes
-
-
 def _checksums(data: memoryview) -> tuple[str, ...]:
     starts = range(0, data.nbytes, BLOCK)
     return tuple(xxhash.xxh3_64(data[at : at + BLOCK]).hexdigest() for at in starts)
