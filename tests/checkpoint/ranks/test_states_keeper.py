@@ -51,10 +51,12 @@ def test_sgd_of_torch_takes_no_moments_of_adamw(how: str, tmp_path: Path) -> Non
     checkpoint.save(tmp_path / "saved", model, adamw)
     again = nn.Linear(2, 2)
     sgd = torch.optim.SGD(again.parameters(), momentum=0.9)
+    loads = {
+        "from a checkpoint": lambda: checkpoint.load(tmp_path / "saved", again, sgd),
+        "in memory": lambda: checkpoint.transfer((model, adamw), (again, sgd)),
+    }
     with pytest.raises(CheckpointError, match=r"found \w+, a state of .* from which torch's SGD"):
-        if how == "in memory":
-            checkpoint.transfer((model, adamw), (again, sgd))
-        checkpoint.load(tmp_path / "saved", again, sgd)
+        loads[how]()
     assert not sgd.state
 
 

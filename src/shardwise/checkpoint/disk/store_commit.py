@@ -68,7 +68,7 @@ class StoreCommit:
         self._nonce = secrets.token_hex(8)
         self._files: list[str] = []
         self._sent = False  # the manifest, so that nothing may be deleted before it is withdrawn
-        if not replaces and (folder / last).find() is not None:
+        if not replaces and (folder / last).is_file():
             raise CheckpointError(
                 f"{folder}: already exists, expected a new name; nothing was written"
             )
@@ -336,5 +336,5 @@ def _names(commit: StorePath, nonce: str) -> bool:
     except StoreError:
         raise
     except CheckpointError:
-        return commit.find() is not None
+        return commit.is_file()
     return nonce.encode() in text

@@ -163,9 +163,9 @@ def format_of(path: Place) -> Format | None:
     """
     if not isinstance(path, Path):
         suffix = Path(path.name).suffix
-        if suffix in (".safetensors", *TORCH_SUFFIXES, _LIGHTNING) and path.find() is not None:
+        if suffix in (".safetensors", *TORCH_SUFFIXES, _LIGHTNING) and path.is_file():
             return Format.HF if suffix == ".safetensors" else Format.TORCH
-        if (path / MANIFEST).find() is not None:  # which a list may lack
+        if (path / MANIFEST).is_file():  # which a list may lack
             return Format.SHARDWISE
         return format_among(path.listed()[1])
     if path.is_file():

@@ -347,10 +347,12 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
 
+    training = None if isinstance(source, HeldState) else source
+
     def depart() -> HeldState:
-        if isinstance(source, tuple):
-            return Departure(source, extra, doing, ranks.rank)
-        return source or HeldState()
+        if isinstance(source, HeldState):
+            return source
+        return HeldState() if source is None else Departure(source, extra, doing, ranks.rank)
 
     def kinds() -> tuple[bool, bool]:
         """Whether this rank is a target, and whether it has a model to which rows can go back."""
@@ -374,9 +376,9 @@ def move(
 
     def check_both() -> tuple[frozenset[str], frozenset[str]]:
         arriving = check(target)
-        if not can_return or isinstance(source, HeldState):
+        if not can_return:
             return arriving, frozenset()
-        return arriving, arriving if source is target else check(source)
+        return arriving, arriving if training is target else check(training)
 
     arriving, returning = ranks.all(doing, check_both)
 
@@ -395,8 +397,7 @@ def move(
                 if not (is_agreed and can_return):
                     raise
                 _forget_frames(error)
-                assert not isinstance(source, HeldState)
-                going.go_back(source, returning, target, undo)
+                going.go_back(training, returning, target, undo)
             except BaseException:
                 for model in (target and target[0], leaving.model):
                     if model:

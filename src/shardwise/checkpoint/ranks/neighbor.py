@@ -55,6 +55,7 @@ from shardwise.checkpoint.disk.host_memory import (
     kept_files,
 )
 from shardwise.checkpoint.disk.place import StrPath
+from shardwise.checkpoint.disk.safetensors import PieceData
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.moving import (
@@ -425,9 +426,11 @@ class Neighbors:
         files = {}
         for part, pieces in self._share.pieces.items():
             file = self._kept(self._version(step), part, self.ranks.rank)
-            files[part] = writing = FileWriter(file, entries, pieces, self._older(file))
-            for name, box in pieces:
-                writing.write(name, box, mine.part(name, box))
+            data = (
+                PieceData(name, entries[name].info, box, partial(mine.part, name, box))
+                for name, box in pieces
+            )
+            files[part] = FileWriter(file, entries, data, self._older(file))
         return files
 
     def _older(self, file: KeptFile) -> KeptFile | None:

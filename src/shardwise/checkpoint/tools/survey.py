@@ -129,7 +129,7 @@ def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed
     except StoreError:
         raise
     except CheckpointError as error:
-        is_there = form is not Format.SHARDWISE or (folder / MANIFEST).find() is not None
+        is_there = form is not Format.SHARDWISE or (folder / MANIFEST).is_file()
         problem = str(error) if is_there else UNFINISHED
     nbytes = sum(each.size for each in files.values())
     return Listed(folder, _step_of(folder), form, nbytes, problem, **saved)

@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,6 @@ from shardwise.base.files import (
 from shardwise.base.say import say
 from shardwise.base.strict import Fields, parse
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.place import Place, read_whole
 from shardwise.insight.schema.option import OptionError, flatten, require
 from shardwise.insight.schema.training import Existing, OutputConfig
@@ -272,13 +270,13 @@ class RunDir(RunFiles):
         Raises:
             OSError: it cannot be written.
         """
+        from shardwise.checkpoint.disk.beside import written_beside  # not for the command's help
+
         if self.tokenizer.is_dir():
             return
-        partial = self.root / f".{TOKENIZER}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save(partial)
-        partial.rename(self.tokenizer)
+        with written_beside(self.tokenizer, None) as partial:
+            partial.mkdir()
+            save(partial)
 
     def read(self, option: str = "--out") -> dict[str, Any]:
         """Return the content of ``run.json``, with its types checked, by the names of today.

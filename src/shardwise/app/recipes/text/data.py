@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import counted, one_line
-from shardwise.checkpoint.disk.place import is_url, place_of
+from shardwise.checkpoint.disk.place import is_url
 from shardwise.checkpoint.formats.detect import find_tokenizer
 from shardwise.insight.planning import presets
 from shardwise.insight.schema.option import OptionError
@@ -447,7 +447,7 @@ class Tokenizer:
 
     def __init__(self, name: str, option: str = "--tokenizer") -> None:
         try:  # that of a run is in a folder of its own
-            folder = opening.small_files(place_of(name))
+            folder = opening.small_files(name)
             found = find_tokenizer(folder) or (folder if is_url(name) else name)
             self.tokenizer: Any = opening.tokenizer(found)
         except (CheckpointError, OSError, ValueError) as error:
