@@ -56,8 +56,7 @@ def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 #: States by a name that no other optimizer gives to its own, and whose they are.
 _KEPT_BY = {"exp_avg_codes": "AdamW8bit"}
-#: All states that an optimizer of torch has, of those that would leave others where they are.
-_HAS_ONLY = {"SGD": ("momentum_buffer",)}
+_HAS_ONLY = {"SGD": ("momentum_buffer",)}  # of those of torch that would leave others unused
 
 
 def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -74,18 +73,14 @@ def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
     """
     owner, innermost = _KEPT_BY.get(name), type([*inside_of(optimizer)][-1])
     package = innermost.__module__.partition(".")[0]
-    kinds = {each.__name__ for each in innermost.__mro__}
-    if owner is not None and owner not in kinds and package in ("torch", "shardwise"):
+    whose = f"shardwise.optim.{owner}"
+    if owner is None or owner in {each.__name__ for each in innermost.__mro__}:
+        whose = "" if name in _HAS_ONLY.get(innermost.__name__, (name,)) else "another optimizer"
+    if whose and package in ("torch", "shardwise"):
         found = "torch's " if package == "torch" else "shardwise.optim."
         raise ValueError(
-            f"found {name}, a state of shardwise.optim.{owner}, from which "
-            f"{found}{innermost.__name__} cannot go on; load it into shardwise.optim.{owner}, or "
-            "load the model alone"
-        )
-    if package == "torch" and name not in _HAS_ONLY.get(innermost.__name__, (name,)):
-        raise ValueError(
-            f"found {name}, a state of another optimizer, from which torch's {innermost.__name__} "
-            "cannot go on; load it into that one, or load the model alone"
+            f"found {name}, a state of {whose}, from which {found}{innermost.__name__} cannot go "
+            "on; load it into that optimizer, or load the model alone"
         )
 
 

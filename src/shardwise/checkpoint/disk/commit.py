@@ -125,18 +125,11 @@ def damage(root: Place) -> tuple[Place, str] | None:
         except StoreError:
             raise
         except CheckpointError as error:
-            if was_committed(path):
+            if os.path.lexists(path) if isinstance(path, Path) else (path / NAME).is_file():
                 return step_folder(root, step), str(error)
         else:
             return None
     return None
-
-
-def was_committed(path: Place) -> bool:
-    """Whether there is a checkpoint, complete or damaged. In a store, a manifest makes it one."""
-    if isinstance(path, Path):
-        return os.path.lexists(path) and not is_partial(path)
-    return (path / NAME).is_file()
 
 
 def is_complete(folder: StrPath) -> bool:

@@ -22,9 +22,7 @@ from shardwise.transport.peers import Notice, Peers, new_group
 from shardwise.transport.select import all_to_all
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from shardwise.transport.base import Label
+    from shardwise.transport.all_to_all import AllToAll
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -136,28 +134,11 @@ class Ranks:
         return reply  # type: ignore[no-any-return]
 
     def agree(self, doing: str, part: Callable[[], T], answer: Callable[[list[T]], R]) -> R:
-        """Let every rank do its part, and the first rank make one answer for all of them.
-
-        Args:
-            doing: as for :meth:`together`.
-            part: as there.
-            answer: called on the first rank with the results in the order of ranks.
-
-        Raises:
-            CheckpointError: as there.
-        """
+        """As :meth:`together`, with one answer for all ranks."""
         return self.together(doing, part, lambda parts: [answer(parts)] * len(parts))
 
     def all(self, doing: str, part: Callable[[], T]) -> T:
-        """Let every rank do its part; each returns its own result if none failed.
-
-        Args:
-            doing: what the ranks do, for error messages.
-            part: called on every rank.
-
-        Raises:
-            CheckpointError: a rank failed; the message names it and says why.
-        """
+        """As :meth:`together`, but each rank returns its own result if none failed."""
         done: list[T] = []
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
@@ -204,32 +185,10 @@ class Ranks:
         """
         return self.agree(doing, after, lambda _: part())
 
-    def exchange(
-        self,
-        doing: str,
-        sent: Tensor,
-        received: Tensor,
-        label: Label,
-        sizes: tuple[list[int], list[int]],
-    ) -> None:
-        """Send bytes on the host to each rank, and receive some from each.
-
-        Args:
-            doing: what the ranks do, for error messages.
-            sent: uint8 of shape (n,): what goes to the ranks, in their order.
-            received: uint8 of shape (m,): where what comes from them goes.
-            label: the same on all ranks, or they raise an error.
-            sizes: the bytes to each rank, and from each.
-
-        Raises:
-            CheckpointError: a rank was lost.
-        """
+    def all_to_all(self) -> AllToAll:
+        """What moves tensors on the host between these ranks."""
         assert self._group is not None
-        moves = all_to_all(self._group, devices.CPU)
-        try:
-            moves.start(sent, received, label, sizes=sizes).wait()
-        except PeerLostError as error:
-            raise CheckpointError(f"{doing}: {error}") from error
+        return all_to_all(self._group, devices.CPU)
 
     def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, BaseException | None]:
         try:

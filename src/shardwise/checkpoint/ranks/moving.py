@@ -23,7 +23,7 @@ from shardwise._torch.module import customizes_loading, customizes_saving
 from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
 from shardwise.base.boxes import Box, is_tiling, narrow
-from shardwise.base.errors import CheckpointError, MisuseError, lost_peer_behind
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
 from shardwise.base.libc import trim_heap
 from shardwise.base.portions import portions
 from shardwise.base.states_keeper import drop_states, inside_of, keeper_of
@@ -883,7 +883,10 @@ class _RowExchange:
             lambda: [p.copy_(self._at_source(each)) for each, p in _packed(leaving, sent)]
         )
         label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
-        self._ranks.exchange(self._doing, sent, received, label, counts)
+        try:
+            self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
+        except PeerLostError as error:
+            raise CheckpointError(f"{self._doing}: {error}") from error
         self._attempt(
             lambda: [self._at_target(each).copy_(p) for each, p in _packed(landing, received)]
         )

@@ -35,7 +35,7 @@ from shardwise._torch import autograd
 from shardwise.base.arguments import check_arguments
 from shardwise.base.boxes import full_box
 from shardwise.base.devices import GLOO
-from shardwise.base.errors import CheckpointError, MisuseError
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
 from shardwise.base.units import binary_size
 from shardwise.checkpoint.disk.entries import (
     Manifest,
@@ -498,8 +498,11 @@ class Neighbors:
             here = [counts[rank] if rank in landing else 0 for rank in range(len(counts))]
             there = [counts[me] if rank == targets[me] else 0 for rank in range(len(counts))]
             landed = arriving[: sum(here)]
-            label = Label(f"{doing}, byte {at}", str(at))
-            self.ranks.exchange(doing, sent[at:][: sum(there)], landed, label, (there, here))
+            label, leaving = Label(f"{doing}, byte {at}", str(at)), sent[at:][: sum(there)]
+            try:
+                self.ranks.all_to_all().start(leaving, landed, label, sizes=(there, here)).wait()
+            except PeerLostError as error:
+                raise CheckpointError(f"{doing}: {error}") from error
             for rank, part in enumerate(torch.split(landed, here)):
                 if part.numel():
                     landing[rank][at : at + part.numel()] = part

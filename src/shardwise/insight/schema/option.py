@@ -327,22 +327,13 @@ def fixed_defaults(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(option: str, hint: str = "") -> Iterator[None]:
-    """Report what is not possible as a mistake in an option."""
+    """Report what is not possible, or cannot be read, as a mistake in an option."""
     try:
         yield
     except NotPossibleError as error:
         raise OptionError(option, error.found, error.expected + hint) from error.__cause__
-
-
-@contextlib.contextmanager
-def reported(option: str) -> Iterator[None]:
-    """Report what is at the place that an option names, and cannot be read, as a mistake in it."""
-    try:
-        yield
-    except OptionError:
-        raise
-    except (CheckpointError, ValueError) as error:
-        raise UserError(f"{option}: {str(error).removeprefix('path: ')}") from None
+    except CheckpointError as error:
+        raise UserError(f"{option}: {error}") from None
 
 
 def as_json(value: Any) -> Any:

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from shardwise.base.files import (
 )
 from shardwise.base.say import say
 from shardwise.base.strict import Fields, parse
-from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.place import Place, read_whole
 from shardwise.insight.schema.option import OptionError, flatten, require
 from shardwise.insight.schema.training import Existing, OutputConfig
@@ -82,12 +80,9 @@ class RunDir(RunFiles):
         """
         from shardwise.runs.metrics_file import check_metrics  # not for the command's help
 
-        if self.store is None:
-            check_metrics(self.metrics, step)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            self.store.fetch([self.metrics], [], Path(folder))
-            RunDir(Path(folder)).check_metrics(step)
+        held = contextlib.nullcontext(self.metrics) if self.store is None else self.store.metrics()
+        with held as file:
+            check_metrics(file, step)
 
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
@@ -159,10 +154,12 @@ class RunDir(RunFiles):
         A partial folder is none. Neither is what further replicas saved, of which the first is
         committed last.
         """
-        from shardwise.checkpoint.disk.commit import was_committed  # not for the command's help
+        if self.store is not None:
+            return self.store.has_checkpoints()
+        from shardwise.checkpoint.disk.commit import is_partial  # not for the command's help
 
-        inside = _inside(self.place_of_checkpoints)
-        return any(was_committed(path) and path.name != REPLICAS for path in inside)
+        found = _inside(self.checkpoints)
+        return any(not is_partial(path) and path.name != REPLICAS for path in found)
 
     def is_taken(self) -> bool:
         """Return whether a run or another file is here, or a run is about to begin here."""
@@ -244,13 +241,6 @@ class RunDir(RunFiles):
         if self.store is not None:
             self.store.publish()
 
-    def leave(self) -> None:
-        """Do so as a training fails; if that is not possible, say so."""
-        try:
-            self.publish()
-        except (CheckpointError, OSError) as error:
-            say(f"warning    {self.root} is not copied to {self.place}: {one_line(error)}")
-
     def _is_trace(self, path: Place) -> bool:
         """Return whether something was left by a run that was killed before its ``run.json``.
 
@@ -298,12 +288,7 @@ class RunDir(RunFiles):
             raise UserError(f"{option}: {error}") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Replace ``run.json`` atomically.
-
-        Raises:
-            OptionError: the folder has been deleted.
-            OSError: it cannot be written; the error names it.
-        """
+        """Replace ``run.json`` atomically."""
         text = json.dumps(without_nan(record), indent=2, allow_nan=False)
         try:
             write_text(self.run_json, text + "\n")

@@ -18,15 +18,15 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.say import say
-from shardwise.base.units import printable
+from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.disk.fetched import fetch, folder_for
 from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import place_of
@@ -40,33 +40,28 @@ _MOST_BYTES = 1 << 30  # of each file that is fetched
 _PART = 8 << 20  # bytes of a request
 
 
-def stored_run(url: os.PathLike[str]) -> RunDir:
-    """The folder of this host for a run in an object store.
-
-    Raises:
-        UserError: this user has no folder for caches.
-    """
-    place = place_of(url)
-    assert isinstance(place, StorePath)
-    with _reported():
-        root = folder_for("runs", place)
-    return RunDir(root, RunStore(place, RunFiles(root)))
-
-
 class RunStore:
     """Where a run is in an object store.
 
     Args:
-        place: its URL.
-        files: the folder of this host with its files.
+        url: of the run.
 
     Attributes:
-        place: as passed.
+        place: its URL.
+        root: the folder of this host with its files.
         sessions: below which each session has an object.
+
+    Raises:
+        UserError: this user has no folder for caches.
     """
 
-    def __init__(self, place: StorePath, files: RunFiles) -> None:
-        self.place, self.sessions, self._files = place, place / "sessions", files
+    def __init__(self, url: os.PathLike[str]) -> None:
+        place = place_of(url)
+        assert isinstance(place, StorePath)
+        with _reported():
+            self.root = folder_for("runs", place)
+        self.place, self.sessions = place, place / "sessions"
+        self._files = RunFiles(self.root)
         self._session: tuple[int, bytes] | None = None
         self._copied: dict[Path, tuple[int, int]] = {}
         self._copying = threading.Lock()  # a checkpoint may be saved in the background
@@ -78,6 +73,11 @@ class RunStore:
             StoreError: it does not, refuses, or has no such bucket.
         """
         next(self.place.iterdir(), None)
+
+    def has_checkpoints(self) -> bool:
+        """Return whether there is a manifest of a checkpoint, even if it is damaged by now."""
+        steps = (self.place / self._files.checkpoints.name).iterdir()
+        return any((step / NAME).is_file() for step in steps)
 
     def claim(self) -> None:
         """Begin a session, after which those before it save no more.
@@ -125,8 +125,8 @@ class RunStore:
         if existing is Existing.RESUME:
             files = self._files
             own = [file for file in files.own_files if file != files.weights]
-            self.fetch(own, [files.earlier_options, files.tokenizer], files.root)
-        say(f"files      in {self._files.root}, and copied to {self.place} with each checkpoint")
+            self.fetch(own, [files.earlier_options, files.tokenizer], self.root)
+        say(f"files      in {self.root}, and copied to {self.place} with each checkpoint")
 
     def fetch(self, files: Iterable[Path], folders: Iterable[Path], root: Path) -> None:
         """Fetch what the store has of some files and folders of the run.
@@ -148,6 +148,25 @@ class RunStore:
         with _reported():
             fetch(self.place, found, root, _MOST_BYTES)
 
+    @contextlib.contextmanager
+    def metrics(self) -> Iterator[Path]:
+        """The metrics, in a file that is there for the block.
+
+        Raises:
+            StoreError: the store does not answer.
+            UserError: they cannot be fetched.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.fetch([self._files.metrics], [], Path(folder))
+            yield RunFiles(Path(folder)).metrics
+
+    def leave(self) -> None:
+        """Copy the files as a training fails; if that is not possible, say so."""
+        try:
+            self.publish()
+        except (CheckpointError, OSError) as error:
+            say(f"warning    {self.root} is not copied to {self.place}: {one_line(error)}")
+
     def publish(self) -> None:
         """Copy the files that have changed, if this session has begun.
 
@@ -157,7 +176,7 @@ class RunStore:
         """
         if self._session is None:
             return
-        root, run_json = self._files.root, self._files.run_json
+        root, run_json = self.root, self._files.run_json
         with self._copying:
             self.check_session()
             if not run_json.is_file():

@@ -349,7 +349,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         if log is not None:
             log.close(error)
         journal.write_report(files)
-        files.leave()
+        if files.store is not None:
+            files.store.leave()
         raise
     log.close()
     record.end("finished", **results)

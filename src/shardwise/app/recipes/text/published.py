@@ -26,7 +26,7 @@ from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.formats.detect import find_checkpoint
 from shardwise.insight.planning.presets import find_settings
-from shardwise.insight.schema.option import OptionError, naming, reported, require
+from shardwise.insight.schema.option import OptionError, naming, require
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.pretrained.opening import from_hub, small_files
 
@@ -52,32 +52,30 @@ def find_pretrained(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such model, or it has no weights.
     """
-    with reported("--from"):
+    with naming("--from"):
         folder = _with_config(name, place_of(name))
-    if not (folder / _CONFIG).is_file():
-        raise OptionError("--from", f"{name} without {_CONFIG}", "the model's configuration in it")
-    return naming("--from")(find_settings)(str(folder), {})
+        has_config = (folder / _CONFIG).is_file()
+        require(
+            has_config, "--from", f"{name} without {_CONFIG}", "the model's configuration in it"
+        )
+        return find_settings(str(folder), {})
 
 
 def _with_config(name: str, place: Place) -> Path:
     """The folder that the configuration of a model with weights has to be in."""
+    if isinstance(place, Path) and not place.exists():
+        return from_hub(name, [_CONFIG])
+    is_file = not place.is_dir() if isinstance(place, Path) else name.endswith(".safetensors")
+    require(not is_file, "--from", f"{name}, a file", "the folder that it is in")
     if not isinstance(place, Path):
-        _check_folder(name, not name.endswith(".safetensors"))
         find_checkpoint(place)
         return small_files(place)
-    if not place.exists():
-        return from_hub(name, [_CONFIG])
-    _check_folder(name, place.is_dir())
     missing = missing_weights(place)
     if missing is not None:
         raise OptionError("--from", f"{name} {missing}", "a folder with all files of a model")
     # A run has it, of which this may be the folder, or a checkpoint.
     runs = map(RunDir, (place, place.absolute().parent.parent))
     return next((run.root for run in runs if run.is_run()), place)
-
-
-def _check_folder(name: str, is_folder: bool) -> None:
-    require(is_folder, "--from", f"{name}, a file", "the folder that it is in")
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -114,7 +112,7 @@ def fingerprint(name: str) -> str:
         UserError: the object store cannot be read.
     """
     digest = xxhash.xxh3_128()
-    with reported("--from"):
+    with naming("--from"):
         place = place_of(name)
         if not isinstance(place, Path):
             for file, found in sorted(place.below().items()):

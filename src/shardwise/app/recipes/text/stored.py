@@ -11,7 +11,7 @@ from shardwise.base.say import say
 from shardwise.base.units import binary_size
 from shardwise.checkpoint.disk.fetched import Files, cached
 from shardwise.checkpoint.disk.place import place_of
-from shardwise.insight.schema.option import OptionError, reported
+from shardwise.insight.schema.option import OptionError, naming
 
 
 def fetched_data(url: str, option: str, is_left_out: Callable[[str], bool]) -> Path:
@@ -26,7 +26,7 @@ def fetched_data(url: str, option: str, is_left_out: Callable[[str], bool]) -> P
         OptionError: there is nothing, or a run.
         UserError: it cannot be fetched.
     """
-    with reported(option):
+    with naming(option):
         place = place_of(url)
         assert not isinstance(place, Path)
         found = place.find()
@@ -41,7 +41,7 @@ def fetched_data(url: str, option: str, is_left_out: Callable[[str], bool]) -> P
     if "run.json" in files:  # and checkpoints, which nobody wants to fetch
         raise OptionError(option, f"{url}, a run", "text, without a run beside it")
     source = place.parent if found else place
-    with reported(option), progress(f"fetching {url}", unit="bytes") as work:
+    with naming(option), progress(f"fetching {url}", unit="bytes") as work:
 
         def begin(total: int, folder: Path) -> Callable[[int], None]:
             say(f"fetching   {url}, {binary_size(total)}, to {folder}")
