@@ -313,7 +313,7 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def is_partial(path: Path) -> bool:
+def is_partial(path: Place) -> bool:
     """Whether this is the name of something being written or deleted, or of a leftover."""
     return _PARTIAL.fullmatch(path.name) is not None
 
