@@ -116,7 +116,10 @@ pytestmark = pytest.mark.usefixtures("no_world")
         ("--resume", "--resume: found no run in runs/lm"),
         ("--resume --auto-resume", "--resume: found --auto-resume too, expected one of the two"),
         ("--resume --overwrite", "--resume: found --overwrite too"),
-        ("--out taken", "--out: found other files in taken, expected an empty or new folder"),
+        (
+            "--out taken",
+            "--out: found other files in taken, such as 'thesis.tex', expected an empty",
+        ),
         ("notes.txt", "--data: found nothing at notes.txt, expected a file, a folder or a pat"),
         ("--stepps 3", "No such option: --stepps"),
     ],

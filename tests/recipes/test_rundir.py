@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,13 @@ def test_a_full_disk_is_named_with_the_file_and_loses_nothing(
         files.write({"recipe": "another"})
     assert files.read() == {"recipe": "lm"}
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_is_deleted_while_a_run_trains_is_named(tmp_path: Path) -> None:
+    files = a_run(tmp_path / "run")
+    shutil.rmtree(files.root)
+    with pytest.raises(UserError, match=r"--out: found no folder .*/run any more, expected the"):
+        files.write({"recipe": "lm"})
 
 
 def test_a_run_is_finished_once_its_last_session_is(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from shardwise.app.recipes.core.begin import decided
 from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.journal import RunRecord
-from shardwise.app.recipes.core.recipe import RecipeConfig
-from shardwise.app.recipes.core.stored import StoredRun
+from shardwise.app.recipes.core.recipe import RecipeConfig, run_dir
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.stored import RunStore
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.checkpoint.disk import fetched
@@ -60,9 +61,9 @@ def put(path: StorePath, text: str | bytes) -> None:
     path.write([data], len(data))
 
 
-def a_run(url: StorePath) -> StoredRun:
+def a_run(url: StorePath) -> RunDir:
     """A run as a session leaves it, with an object of its user's beside."""
-    files = StoredRun(url)
+    files = run_dir(url)
     files.begin(output(url))
     files.write({"recipe": "lm"})
     files.metrics.write_text('{"step": 1, "loss": 2.5}\n')
@@ -124,21 +125,21 @@ def lost_at_commit(
     rank: int, world_size: int, host: str, first: RecipeConfig, again: RecipeConfig
 ) -> list[str]:
     """Train, and be lost between the copy of the metrics and the second commit."""
-    publish, count = StoredRun.publish, 0
+    publish, count = RunStore.publish, 0
 
-    def copy(files: StoredRun) -> None:
+    def copy(store: RunStore) -> None:
         nonlocal count
-        publish(files)
+        publish(store)
         count += 1
         if count > 2:  # at the beginning, and at the first commit
-            StoredRun.publish = _killed  # type: ignore[method-assign]
+            RunStore.publish = _killed  # type: ignore[method-assign]
             _killed()
 
-    StoredRun.publish = copy  # type: ignore[method-assign]
+    RunStore.publish = copy  # type: ignore[method-assign]
     try:
         ended = on_host(rank, world_size, host, first)
     finally:
-        StoredRun.publish = publish  # type: ignore[method-assign]
+        RunStore.publish = publish  # type: ignore[method-assign]
     return [*ended, *on_host(rank, world_size, f"{host}-2", again)]
 
 
@@ -156,20 +157,20 @@ def test_metrics_are_never_behind_the_checkpoint_that_a_run_goes_on_from(
 
 def overtaken(rank: int, world_size: int, host: str, config: RecipeConfig) -> list[str]:
     """Train, while another session begins between the first commit and the second."""
-    publish, count = StoredRun.publish, 0
+    publish, count = RunStore.publish, 0
 
-    def copy(files: StoredRun) -> None:
+    def copy(store: RunStore) -> None:
         nonlocal count
-        publish(files)
+        publish(store)
         count += 1
         if count == 2:
-            StoredRun(files.place).claim()
+            RunStore(store.place).claim()
 
-    StoredRun.publish = copy  # type: ignore[method-assign]
+    RunStore.publish = copy  # type: ignore[method-assign]
     try:
         return on_host(rank, world_size, host, config)
     finally:
-        StoredRun.publish = publish  # type: ignore[method-assign]
+        RunStore.publish = publish  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("how", ["at once", "in the background"])
@@ -197,7 +198,7 @@ def test_a_run_ends_once_a_later_session_has_begun(
 
 
 def test_the_later_of_two_sessions_goes_on(url: StorePath) -> None:
-    one, other = StoredRun(url), StoredRun(url)
+    one, other = RunStore(url), RunStore(url)
     one.claim()
     one.check_session()
     other.claim()
@@ -211,7 +212,7 @@ def test_the_later_of_two_sessions_goes_on(url: StorePath) -> None:
 def test_a_session_knows_the_later_one_by_name_if_lists_lag(
     url: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = StoredRun(url), StoredRun(url)
+    one, other = RunStore(url), RunStore(url)
     monkeypatch.setattr(StorePath, "iterdir", lambda path: iter(()))
     one.claim()
     other.claim()
@@ -220,18 +221,18 @@ def test_a_session_knows_the_later_one_by_name_if_lists_lag(
 
 
 def test_a_session_finds_that_its_run_was_deleted_and_begun_anew(url: StorePath) -> None:
-    one = StoredRun(url)
+    one = RunStore(url)
     one.claim()
     (url / "sessions" / "00000001").remove()
     with pytest.raises(CheckpointError, match="sessions/00000001: is missing"):
         one.check_session()
-    StoredRun(url).claim()
+    RunStore(url).claim()
     with pytest.raises(CheckpointError, match="sessions/00000001: found a session"):
         one.check_session()
 
 
 def test_what_another_session_says_of_itself_cannot_control_a_terminal(url: StorePath) -> None:
-    one = StoredRun(url)
+    one = RunStore(url)
     one.claim()
     put(url / "sessions" / "00000002", "\x1b[2J" + "x" * 900)
     with pytest.raises(CheckpointError) as caught:
@@ -244,7 +245,7 @@ def test_a_job_that_restarts_itself_is_not_in_its_own_way(
 ) -> None:
     monkeypatch.setenv(PARENT_PID, str(os.getppid()))
     monkeypatch.setenv(JOB, "this job")
-    files = StoredRun(url)
+    files = run_dir(url)
     files.begin(output(url))
     RunRecord(files, {"recipe": "lm"}, {})
     files.publish()
@@ -267,14 +268,14 @@ def test_a_job_that_restarts_itself_is_not_in_its_own_way(
 
 
 def test_a_run_is_not_overwritten_unless_asked(url: StorePath) -> None:
-    StoredRun(url).check(output(url))
+    run_dir(url).check(output(url))
     with pytest.raises(OptionError, match=r"--resume: found no run in .*/run, expected a run"):
-        StoredRun(url).check(output(url, Existing.RESUME))
+        run_dir(url).check(output(url, Existing.RESUME))
     a_run(url)
     for existing in (Existing.RESUME, Existing.OVERWRITE):
-        StoredRun(url).check(output(url, existing))
+        run_dir(url).check(output(url, existing))
     with pytest.raises(OptionError, match=r"--out: found a run in .* already, expected another"):
-        StoredRun(url).check(output(url))
+        run_dir(url).check(output(url))
 
 
 def test_overwriting_deletes_the_run_manifests_first_and_nothing_else(
@@ -289,7 +290,7 @@ def test_overwriting_deletes_the_run_manifests_first_and_nothing_else(
         remove(path, names)
 
     monkeypatch.setattr(StorePath, "remove", noted)
-    StoredRun(url).begin(output(url, Existing.OVERWRITE))
+    run_dir(url).begin(output(url, Existing.OVERWRITE))
     assert deleted[0] == ["checkpoints/step-00000001/manifest.json"]
     assert deleted[-1] == ["run.json"]
     assert sorted(url.below()) == ["sessions/00000001", "sessions/00000002", "thesis.tex"]
@@ -298,10 +299,12 @@ def test_overwriting_deletes_the_run_manifests_first_and_nothing_else(
 def test_objects_that_no_run_has_written_are_never_taken(url: StorePath) -> None:
     put(url / "checkpoints" / "step-00000001" / "manifest.json", "saved in code")
     for existing in (Existing.REFUSE, Existing.OVERWRITE):
-        with pytest.raises(OptionError, match=r"--out: found .*/checkpoints, which no run has wri"):
-            StoredRun(url).check(output(url, existing))
+        with pytest.raises(
+            OptionError, match=r"--out: found other files in .*/run, such as 'check"
+        ):
+            run_dir(url).check(output(url, existing))
     put(place_of(f"{url}-2/notes.txt"), "mine")  # type: ignore[arg-type]
-    StoredRun(url.parent / "run-2x").check(output(url.parent / "run-2x"))
+    run_dir(url.parent / "run-2x").check(output(url.parent / "run-2x"))
 
 
 def test_what_needs_folders_is_refused_by_name(tmp_path: Path) -> None:
@@ -319,10 +322,10 @@ def test_what_needs_folders_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_each_url_has_a_folder_of_its_own(host: Path) -> None:
     urls = ("s3://a/run", "s3://b/run", "gs://a/run", "s3://a/x/run", "s3://a", "s3://a/..run")
-    roots = {StoredRun(place_of(each)).root for each in urls}
+    roots = {run_dir(place_of(each)).root for each in urls}
     assert len(roots) == len(urls)
     assert {root.parent for root in roots} == {host / "shardwise" / "runs"}
-    assert StoredRun(place_of("s3://a/run")).root in roots
+    assert run_dir(place_of("s3://a/run")).root in roots
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -353,7 +356,7 @@ def test_a_new_host_has_the_files_of_the_store_and_no_others(url: StorePath, hos
     files.sample.write_text("of a session that was lost before it was copied")
     put(url / "tokenizer" / "deep" / "template.jinja", "{{ x }}")
     put(url / "model.safetensors", "large")
-    files = StoredRun(url)
+    files = run_dir(url)
     files.begin(output(url, Existing.RESUME))
     found = {str(path.relative_to(files.root)) for path in files.root.rglob("*") if path.is_file()}
     assert found == {
@@ -377,7 +380,7 @@ def test_a_session_that_begins_while_another_copies_is_found(
     write = StorePath.write
 
     def slow(path: StorePath, chunks: Any, size: int) -> None:
-        StoredRun(url).claim()
+        RunStore(url).claim()
         write(path, chunks, size)
 
     monkeypatch.setattr(StorePath, "write", slow)
@@ -395,7 +398,8 @@ def test_a_failure_to_copy_as_a_training_fails_is_said(
         raise StoreError("cannot be written (403 Forbidden)")
 
     monkeypatch.setattr(StorePath, "write", full)
-    files.leave()
+    assert files.store is not None
+    files.store.leave()
     assert re.search(r"warning .* is not copied to .*run: .*403 Forbidden", capsys.readouterr().err)
 
 
@@ -407,7 +411,7 @@ def test_a_record_that_is_none_is_refused_by_its_url(url: StorePath, text: str) 
     a_run(url)
     put(url / "run.json", text)
     with pytest.raises(UserError, match=rf"--out: {re.escape(str(url))}/run.json"):
-        StoredRun(url).read()
+        run_dir(url).read()
 
 
 @pytest.mark.parametrize("text", ["[1]\n", "x" * 100_000 + "\n", '{"step": "1"}\n{"step": 2}\n'])
@@ -417,7 +421,7 @@ def test_metrics_that_are_none_are_refused_before_anything_is_fetched(
     a_run(url)
     put(url / "metrics.jsonl", text)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 1"):
-        StoredRun(url).check_metrics(1)
+        run_dir(url).check_metrics(1)
 
 
 def test_large_objects_and_many_are_not_fetched(
@@ -427,15 +431,15 @@ def test_large_objects_and_many_are_not_fetched(
     monkeypatch.setattr(stored, "_MOST_BYTES", 100)
     put(url / "ranks.jsonl", "x" * 101)
     with pytest.raises(UserError, match=r"run/ranks.jsonl: found 101 bytes, expected at most 100"):
-        StoredRun(url).begin(output(url, Existing.RESUME))
+        run_dir(url).begin(output(url, Existing.RESUME))
     (url / "ranks.jsonl").remove()
-    monkeypatch.setattr(fetched, "_MOST_FILES", 5)
+    monkeypatch.setattr(fetched, "_MOST_FILES", 8)
     for number in range(5):
         put(url / "earlier-options" / f"session-{number}.yaml", "")
-    StoredRun(url).begin(output(url, Existing.RESUME))
+    run_dir(url).begin(output(url, Existing.RESUME))
     put(url / "earlier-options" / "session-9.yaml", "")
-    with pytest.raises(UserError, match=r"run/earlier-options: found 6 files, expected at most 5"):
-        StoredRun(url).begin(output(url, Existing.RESUME))
+    with pytest.raises(UserError, match=r"run: found 9 files, expected at most 8"):
+        run_dir(url).begin(output(url, Existing.RESUME))
 
 
 @pytest.mark.parametrize("name", ["../../run.json", "a/../../x", "/etc/passwd", "a//b", "a\nb"])
@@ -449,7 +453,7 @@ def test_names_never_lead_out_of_the_folder(
         return {**below(path), name: None} if path.name == "tokenizer" else below(path)
 
     monkeypatch.setattr(StorePath, "below", hostile)
-    with pytest.raises(UserError, match=r"run/tokenizer: .*expected a URL of printable characters"):
+    with pytest.raises(UserError, match=r"run: .*expected a URL of printable characters"):
         files.begin(output(url, Existing.RESUME))
 
 
@@ -457,7 +461,7 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     place = place_of(f"file://{tmp_path}/store/run")
     assert isinstance(place, StorePath)
     config = in_store(small_config(tmp_path), tmp_path, existing=Existing.RESUME)
-    files = StoredRun(place)
+    files = run_dir(place)
     files.begin(output(place))
     files.write({"recipe": "lm", **config.check(World(0, 1, 0, 1)).facts()})
     files.publish()

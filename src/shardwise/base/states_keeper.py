@@ -56,6 +56,7 @@ def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 #: States by a name that no other optimizer gives to its own, and whose they are.
 _KEPT_BY = {"exp_avg_codes": "AdamW8bit"}
+_HAS_ONLY = {"SGD": ("momentum_buffer",)}  # of those of torch that would leave others unused
 
 
 def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -68,17 +69,18 @@ def check_goes_on(optimizer: torch.optim.Optimizer, name: str) -> None:
         name: of the state: ``"exp_avg"``.
 
     Raises:
-        ValueError: it is one of torch's or of ours, and the state is of another one of ours.
+        ValueError: it is one of torch's or of ours, and the state is of another one.
     """
     owner, innermost = _KEPT_BY.get(name), type([*inside_of(optimizer)][-1])
     package = innermost.__module__.partition(".")[0]
-    kinds = {each.__name__ for each in innermost.__mro__}
-    if owner is not None and owner not in kinds and package in ("torch", "shardwise"):
+    whose = f"shardwise.optim.{owner}"
+    if owner is None or owner in {each.__name__ for each in innermost.__mro__}:
+        whose = "" if name in _HAS_ONLY.get(innermost.__name__, (name,)) else "another optimizer"
+    if whose and package in ("torch", "shardwise"):
         found = "torch's " if package == "torch" else "shardwise.optim."
         raise ValueError(
-            f"found {name}, a state of shardwise.optim.{owner}, from which "
-            f"{found}{innermost.__name__} cannot go on; load it into shardwise.optim.{owner}, or "
-            "load the model alone"
+            f"found {name}, a state of {whose}, from which {found}{innermost.__name__} cannot go "
+            "on; load it into that optimizer, or load the model alone"
         )
 
 

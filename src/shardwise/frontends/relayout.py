@@ -81,13 +81,13 @@ def relayout(
     ranks = Ranks(group_for(group))
     own: Training = (model, optimizer)
     with autograd.no_grad():
-        claims = ranks.together(_DOING, lambda: _claim(given), _all_claims)
+        claims = ranks.agree(_DOING, lambda: _claim(given), _all_claims)
         layout = ranks.all(_DOING, lambda: _TargetLayout.of(model, mesh, strategy, group))
         move(
             own if dist.get_rank() in _holders(claims) else None,
             own if layout.places else None,
-            layout.apply,
-            layout.undo,
+            begin=layout.apply,
+            undo=layout.undo,
             doing=_DOING,
             group=group,
         )
@@ -346,7 +346,7 @@ def _claim(given: Mapping[str, Any]) -> _Claim:
     return _Claim(frozenset(held), wanted, None if beside is None or leaves else beside.tolist())
 
 
-def _all_claims(claims: list[_Claim]) -> list[list[_Claim]]:
+def _all_claims(claims: list[_Claim]) -> list[_Claim]:
     """Check that all ranks were asked for the same."""
     wanted = "ranks, strategy, and whether there is an optimizer:"
     for what, found in (wanted, [c.wanted for c in claims]), ("mesh", [c.mesh for c in claims]):
@@ -358,7 +358,7 @@ def _all_claims(claims: list[_Claim]) -> list[list[_Claim]]:
                     f"{rank}, expected the same"
                 )
     _holders(claims)
-    return [claims] * len(claims)
+    return claims
 
 
 def _holders(claims: list[_Claim]) -> frozenset[int]:

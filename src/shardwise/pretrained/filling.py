@@ -351,11 +351,11 @@ def same_random_numbers(model: nn.Module, ranks: Ranks, doing: str) -> Iterator[
         if state is not None:
             digest.update(state.numpy().data)
 
-    def agreed(parts: list[tuple[bytes, int]]) -> list[int | None]:
+    def agreed(parts: list[tuple[bytes, int]]) -> int | None:
         differ = any(found != parts[0][0] for found, _ in parts)
-        return [parts[0][1] if differ else None] * len(parts)
+        return parts[0][1] if differ else None
 
-    seed = ranks.together(doing, lambda: (digest.digest(), torch.initial_seed()), agreed)
+    seed = ranks.agree(doing, lambda: (digest.digest(), torch.initial_seed()), agreed)
     if seed is None:
         yield
         return

@@ -30,7 +30,7 @@ from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.files import Links, read_small
 from shardwise.base.strict import parse, refuse
 from shardwise.base.units import one_line
-from shardwise.checkpoint.disk.place import Place
+from shardwise.checkpoint.disk.place import Place, StrPath, place_of
 from shardwise.elastic.rank import report_end
 from shardwise.elastic.world import World, find_world
 
@@ -171,17 +171,19 @@ def hub_is_away() -> bool:
     return False
 
 
-def small_files(model: Place) -> Path:
+def small_files(model: StrPath) -> Path:
     """The folder of a model; of one in a store, a folder of this host with all but its weights.
 
     Raises:
         CheckpointError: a file cannot be fetched; see :func:`~.fetched.cached`.
+        ValueError: it is a URL of no store, or has a user name, a password or a query.
     """
-    if isinstance(model, Path):
-        return model
+    place = place_of(model)
+    if isinstance(place, Path):
+        return place
     from shardwise.checkpoint.disk.fetched import cached_companions  # of no use to folders
 
-    return cached_companions(model, _MOST_FILE)
+    return cached_companions(place, _MOST_FILE)
 
 
 # -- models ----------------------------------------------------------------------------------------

@@ -493,24 +493,21 @@ def test_only_versions_are_deleted(tmp_path: Path) -> None:
 # ---- what is wrong ----
 
 
-@pytest.mark.parametrize("name", ["read", "write"])
-def test_a_rank_that_fails_while_sending_holds_up_no_other(tmp_path: Path, name: str) -> None:
-    real = getattr(host_memory.FileStream, name)
+def test_a_rank_that_cannot_keep_what_was_sent_holds_up_no_other(tmp_path: Path) -> None:
+    real = KeptFile.complete
 
-    def fail(stream: Any, *given: Any) -> None:
-        if dist.get_rank() == 1 and armed:
+    def fail(file: KeptFile, manifest: bytes) -> None:
+        if dist.get_rank() == 1 and file.rank == 0 and file.version.step == 2:
             raise RuntimeError("out of memory")
-        real(stream, *given)
+        real(file, manifest)
 
     def each_rank(rank: int, world_size: int) -> None:
         training, neighbors = build(), neighbors_of(None)
         keep(neighbors, training, 1, tmp_path)
-        neighbors.ranks.all("arm", lambda: armed.append(rank))
         with pytest.raises(CheckpointError, match="rank 1: RuntimeError: out of memory"):
             keep(neighbors, training, 2, tmp_path)
 
-    armed: list[int] = []
-    with patch.object(host_memory.FileStream, name, fail):
+    with patch.object(KeptFile, "complete", fail):
         on(THREE, each_rank)
     assert {step for step, _, _ in on(THREE, go_on, tmp_path, 2)} == {2}, "its own host has it"
 

@@ -40,6 +40,26 @@ class Columns(torch.optim.SGD):
             state["columns"].to_local().add_(param.full_tensor().sum(0))
 
 
+@pytest.mark.parametrize("how", ["from a checkpoint", "in memory"])
+def test_sgd_of_torch_takes_no_moments_of_adamw(how: str, tmp_path: Path) -> None:
+    """Torch would only fail at the next step, which lacks the momentum."""
+    model = nn.Linear(2, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    adamw.step()
+    adamw.zero_grad()
+    checkpoint.save(tmp_path / "saved", model, adamw)
+    again = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(again.parameters(), momentum=0.9)
+    loads = {
+        "from a checkpoint": lambda: checkpoint.load(tmp_path / "saved", again, sgd),
+        "in memory": lambda: checkpoint.transfer((model, adamw), (again, sgd)),
+    }
+    with pytest.raises(CheckpointError, match=r"found \w+, a state of .* from which torch's SGD"):
+        loads[how]()
+    assert not sgd.state
+
+
 @on_threads(3)
 def test_states_of_a_form_of_their_own_load_as_their_optimizer_says(
     rank: int, world_size: int, tmp_path: Path

@@ -92,7 +92,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched_is_an_error(
 
 def test_what_a_killed_process_has_left_is_deleted(books: StorePath, caches: Path) -> None:
     folder = get(books)
-    shutil.move(folder, caches / f".{folder.name}-killed")
+    shutil.move(folder, caches / f".{folder.name}.partial")
     assert get(books) == folder
     assert left(caches) == [folder.name]
 

@@ -18,8 +18,8 @@ import torch
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk import beside, commit, store_commit
-from shardwise.checkpoint.disk.companions import INDEX
 from shardwise.checkpoint.disk.entries import shard_name
+from shardwise.checkpoint.disk.filenames import INDEX
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath

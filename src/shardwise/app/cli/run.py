@@ -224,7 +224,8 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         run_rank(world, job.run)
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
-    job.config.files.reach()
+    if (store := job.config.files.store) is not None:
+        store.reach()
     hosts = 1
     if nodes is not None:
         nodes = replace(nodes, why_not=lambda hosts: _why_not(job, _world(hosts, processes)))

@@ -155,7 +155,7 @@ def check_name(destination: StorePath, source: Place, *, force: bool = False) ->
     if not destination.name:
         raise DestinationError(f"found {destination}, expected a name below the bucket")
     files = destination.below()
-    taken = not all(map(is_of_attempt, files)) or destination.find() is not None
+    taken = not all(map(is_of_attempt, files)) or destination.is_file()
     if taken and not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
     if f"{source}/".startswith(f"{destination}/"):

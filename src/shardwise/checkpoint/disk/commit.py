@@ -125,7 +125,7 @@ def damage(root: Place) -> tuple[Place, str] | None:
         except StoreError:
             raise
         except CheckpointError as error:
-            if os.path.lexists(path) if isinstance(path, Path) else (path / NAME).find():
+            if os.path.lexists(path) if isinstance(path, Path) else (path / NAME).is_file():
                 return step_folder(root, step), str(error)
         else:
             return None
@@ -313,7 +313,7 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def is_partial(path: Path) -> bool:
+def is_partial(path: Place) -> bool:
     """Whether this is the name of something being written or deleted, or of a leftover."""
     return _PARTIAL.fullmatch(path.name) is not None
 

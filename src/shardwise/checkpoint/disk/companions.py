@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 #: The folder of a run that contains its tokenizer.
 TOKENIZER = "tokenizer"
-#: The file of a model in one file, which is read rather than an index beside it.
-SINGLE = "model.safetensors"
-#: The file of a model in several files that names the file of each tensor.
-INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 1 << 28
 _SUFFIXES = frozenset(
     {".codes", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".tokenizer", ".txt"}

@@ -1,7 +1,7 @@
 """Objects of a store as files of this host, for programs that read files. Torch is not imported.
 
     ~/.cache/shardwise/fetched/books-1f0c...f2/    complete, or not there
-    ~/.cache/shardwise/fetched/.books-1f0c...f2-a8b3/    of a process that fetches, or was killed
+    ~/.cache/shardwise/fetched/.books-1f0c...f2.partial/ of a process that fetches, or was killed
 
 The name of a folder depends on the entity tags of what is in it: what was replaced in the store is
 fetched again, and whoever reads the former files still has them.
@@ -14,15 +14,15 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwise.base.caches import cache_folder
 from shardwise.base.errors import CheckpointError
-from shardwise.base.files import LockHandle, NewFile, sync
+from shardwise.base.files import LockHandle, NewFile
 from shardwise.base.units import binary_size
-from shardwise.checkpoint.disk.beside import folders_of
+from shardwise.checkpoint.disk.beside import folders_of, written_beside
+from shardwise.checkpoint.disk.commit import partial_of, remove
 from shardwise.checkpoint.disk.companions import TOKENIZER, is_companion
 from shardwise.checkpoint.disk.store_path import StoredObject, StorePath
 from shardwise.checkpoint.disk.store_reads import StoreReads
@@ -69,27 +69,23 @@ def cached(
             digest.update(f"{source}\0{name}\0{found.size}\0{version}\n".encode())
     folder = folder_for("fetched", place, digest.hexdigest())
     total = sum(found.size for files in sources.values() for found in files.values())
-    partial = f".{folder.name}-"
     try:
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder.parent / f"{partial}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        lock = folder.with_name(f".{folder.name}-lock")
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         with LockHandle(handle):
             fcntl.flock(handle, fcntl.LOCK_EX)
             if folder.is_dir():  # by now
                 return folder
-            for left in filter(Path.is_dir, folder.parent.glob(f"{partial}*")):
-                shutil.rmtree(left)
+            remove(partial_of(folder))  # which may take up the room
             _check_room(place, total, folder.parent)
             moved = begin(total, folder)
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=partial) as inside:
-                complete = Path(inside, "complete")
-                complete.mkdir()
+            with written_beside(folder, None) as partial:
+                partial.mkdir()
                 for source, files in sources.items():
-                    fetch(source, files, complete, most, moved)
-                complete.rename(folder)
-            sync(folder.parent)
+                    fetch(source, files, partial, most, moved)
     except OSError as error:
         raise CheckpointError(
             f"{place}: cannot be fetched to {folder} ({error.strerror})"

@@ -18,7 +18,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,15 +33,13 @@ from shardwise.checkpoint.disk.entries import (
     Manifest,
     StoredPiece,
     TensorEntry,
-    TensorInfo,
     Value,
-    piece_key,
     shard_name,
     torch_dtype,
 )
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, manifest_bytes, parse_part
 from shardwise.checkpoint.disk.pieces import PieceReader
-from shardwise.checkpoint.disk.safetensors import BLOCK, lay_out
+from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, lay_out
 
 _NAME = re.compile(r"(\d{5,})-([0-9a-f]{16})-step-(\d{8,})", re.ASCII)
 _SHARD = re.compile(r"shard-(\d{5,9})-of-(\d{5,9})\.json", re.ASCII)
@@ -178,12 +176,12 @@ class KeptFile:
 
 
 class FileWriter:
-    """A file that is being written: first the elements, later their checksums.
+    """A file that is being written: first the elements, at once, and later their checksums.
 
     Args:
         file: the file.
         entries: all tensors of this rank, by name, without pieces.
-        pieces: what the file has of them.
+        pieces: what the file has of them, which is copied from wherever it is.
         before: a file whose memory it takes over.
 
     Attributes:
@@ -197,33 +195,26 @@ class FileWriter:
         self,
         file: KeptFile,
         entries: Mapping[str, TensorEntry],
-        pieces: Sequence[tuple[str, Box]],
+        pieces: Iterable[PieceData],
         before: KeptFile | None,
     ) -> None:
-        self._file, self._entries, self._pieces = file, entries, pieces
-        infos = {self._key(*each): self._info(*each) for each in pieces}
-        header, self._offsets = lay_out(infos, {})
+        self._file, self._entries = file, entries
+        by_key = {each.key: each for each in pieces}
+        infos = {key: each.own_info for key, each in by_key.items()}
+        header, offsets = lay_out(infos, {})
         size = len(header) + sum(info.nbytes for info in infos.values())
         self.memory = file.make(size, before)
         self.memory[: len(header)] = header
-
-    def _key(self, name: str, box: Box) -> str:
-        return piece_key(name, self._entries[name].shape, box)
-
-    def _info(self, name: str, box: Box) -> TensorInfo:
-        return TensorInfo(self._entries[name].dtype, box.sizes)
-
-    def write(self, name: str, box: Box, piece: Tensor) -> None:
-        """Copy a piece from wherever it is."""
-        if not box.numel:
-            return
-        flat = torch.frombuffer(
-            self.memory,
-            dtype=torch_dtype(self._entries[name].dtype),
-            count=box.numel,
-            offset=self._offsets[self._key(name, box)],
-        )
-        flat.view(box.sizes).copy_(piece.detach())
+        #: Of each piece: whose it is, which part, and where it begins and ends.
+        self._places = [
+            (each.fqn, each.box, offsets[key], offsets[key] + infos[key].nbytes)
+            for key, each in by_key.items()
+        ]
+        for key, piece in by_key.items():
+            if count := piece.box.numel:
+                dtype = torch_dtype(piece.info.dtype)
+                flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offsets[key])
+                flat.view(piece.box.sizes).copy_(piece.load().detach())
 
     def complete(self, values: Iterable[Value]) -> bytes:
         """Write the manifest, and return what it contains.
@@ -236,10 +227,8 @@ class FileWriter:
         """
         pieces: dict[str, list[StoredPiece]] = {}
         data = memoryview(self.memory)
-        for name, box in self._pieces:
-            start = self._offsets[self._key(name, box)]
-            found = _checksums(data[start : start + self._info(name, box).nbytes])
-            piece = StoredPiece(self._file.path.name, start, box, found)
+        for name, box, start, end in self._places:
+            piece = StoredPiece(self._file.path.name, start, box, _checksums(data[start:end]))
             pieces.setdefault(name, []).append(piece)
         tensors = (
             replace(entry, pieces=tuple(pieces.get(name, ())))
@@ -257,49 +246,6 @@ class FileWriter:
         )
         self._file.complete(text)
         return text
-
-
-class FileStream:
-    """A file and its manifest as one row of bytes, to send or to receive.
-
-    Args:
-        data: the file.
-        text: its manifest.
-
-    Attributes:
-        text: as passed.
-    """
-
-    def __init__(self, data: mmap.mmap, text: bytes | bytearray) -> None:
-        self.text = text
-        self._parts = (memoryview(data), memoryview(text))
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The bytes of both."""
-        data, text = self._parts
-        return data.nbytes, text.nbytes
-
-    def read(self, at: int, into: Tensor) -> None:
-        """Copy bytes from a place on."""
-        buffer = into.numpy().data
-        for mine, its in self._cuts(at, into.numel()):
-            buffer[its] = mine
-
-    def write(self, at: int, bytes_there: Tensor) -> None:
-        """Take bytes that belong to a place."""
-        buffer = bytes_there.numpy().data
-        for mine, its in self._cuts(at, bytes_there.numel()):
-            mine[:] = buffer[its]
-
-    def _cuts(self, at: int, count: int) -> Iterator[tuple[memoryview, slice]]:
-        """Yield what of either part is in a range, and where in the range that is."""
-        start = 0
-        for part in self._parts:
-            first, end = max(at, start), min(at + count, start + part.nbytes)
-            if first < end:
-                yield part[first - start : end - start], slice(first - at, end - at)
-            start += part.nbytes
 
 
 def _checksums(data: memoryview) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
-from shardwise.checkpoint.disk.companions import INDEX, SINGLE
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
 
@@ -68,7 +68,7 @@ class StoreCommit:
         self._nonce = secrets.token_hex(8)
         self._files: list[str] = []
         self._sent = False  # the manifest, so that nothing may be deleted before it is withdrawn
-        if not replaces and (folder / last).find() is not None:
+        if not replaces and (folder / last).is_file():
             raise CheckpointError(
                 f"{folder}: already exists, expected a new name; nothing was written"
             )
@@ -336,5 +336,5 @@ def _names(commit: StorePath, nonce: str) -> bool:
     except StoreError:
         raise
     except CheckpointError:
-        return commit.find() is not None
+        return commit.is_file()
     return nonce.encode() in text

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from shardwise.base.errors import CheckpointError, StoreError
+from shardwise.base.errors import CheckpointError, NotPossibleError, StoreError
 from shardwise.base.strict import refuse
 
 _ON_A_NETWORK = ("s3", "s3a", "gs", "abfss")
@@ -73,24 +73,21 @@ class StorePath(os.PathLike[str]):
         host, _, key = rest.partition("/")
         user = host.rpartition("@")[0]
         if {"?", "#"} & {*url} or ":" in user or (user and scheme != "abfss"):
-            raise ValueError(
-                f"path: found a URL {scheme}://... with a user name, a password or a query, "
-                "expected one without; give credentials as the store's own programs take them, "
-                "in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for instance"
+            raise NotPossibleError(
+                "path",
+                f"a URL {scheme}://... with a user name, a password or a query",
+                "one without; give credentials as the store's own programs take them, in "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for instance",
             )
         if scheme not in _ON_A_NETWORK + _HERE or (scheme in _ON_A_NETWORK and not host):
-            raise ValueError(
-                f"path: found {url}, expected a folder, or a URL of an object store: "
-                f"{', '.join(f'{each}://...' for each in _ON_A_NETWORK + _HERE)}"
-            )
+            known = ", ".join(f"{each}://..." for each in _ON_A_NETWORK + _HERE)
+            raise NotPossibleError("path", url, f"a folder, or a URL of an object store: {known}")
         self._key = key.strip("/")
         self.name = self._key.rpartition("/")[2]
         segments = self._key.split("/") if self._key else []
         if not key.isprintable() or {"", ".", ".."} & {*segments}:
-            raise ValueError(
-                f"path: found {url!r}, expected a URL of printable characters, without empty "
-                "parts, '.' and '..'"
-            )
+            expected = "a URL of printable characters, without empty parts, '.' and '..'"
+            raise NotPossibleError("path", repr(url), expected)
         self._root = f"{scheme}://{host}/"
 
     def __str__(self) -> str:
@@ -118,6 +115,10 @@ class StorePath(os.PathLike[str]):
     def is_symlink(self) -> bool:
         """``False``: there are none in a store."""
         return False
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self.find() is not None
 
     def iterdir(self) -> Iterator[StorePath]:
         """Yield what is directly below, as if it were a folder."""

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
-from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
-from shardwise.checkpoint.disk.place import Place
-from shardwise.checkpoint.formats.filenames import (
+from shardwise.checkpoint.disk.filenames import (
     DEEPSPEED,
+    INDEX,
+    SINGLE,
     files_beside,
     is_rank_file,
     sets_of_rank_files,
 )
+from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
+from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.formats.source import Source
 
 _DCP = ".metadata"
-_INDEX = "model.safetensors.index.json"
 _PARTS = "shard-*-model-*-of-*.safetensors"  # of tensors, which torch writes on each rank
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _LIGHTNING = ".ckpt"  # as torch.save writes it
@@ -86,7 +87,7 @@ def find_checkpoint(path: Place) -> Place:
             return path / name
     refuse_foreign(path)
     raise CheckpointError(
-        f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {_INDEX} or "
+        f"{path}: found no checkpoint; expected {MANIFEST} (shardwise), {_DCP} (dcp), {INDEX} or "
         "a .safetensors file (hf), a file of torch.save, files of all ranks, or step-... folders, "
         "one of them complete"
     )
@@ -98,7 +99,7 @@ def _find_stored(path: StorePath) -> tuple[StorePath, Format]:
     newest = latest(path) or latest(path / "checkpoints")
     if newest is None:
         raise CheckpointError(
-            f"{path}: found no checkpoint; expected {MANIFEST}, {_INDEX}, a .safetensors file, or "
+            f"{path}: found no checkpoint; expected {MANIFEST}, {INDEX}, a .safetensors file, or "
             "step-... folders, one of them complete"
         )
     return newest, Format.SHARDWISE
@@ -162,9 +163,9 @@ def format_of(path: Place) -> Format | None:
     """
     if not isinstance(path, Path):
         suffix = Path(path.name).suffix
-        if suffix in (".safetensors", *TORCH_SUFFIXES, _LIGHTNING) and path.find() is not None:
+        if suffix in (".safetensors", *TORCH_SUFFIXES, _LIGHTNING) and path.is_file():
             return Format.HF if suffix == ".safetensors" else Format.TORCH
-        if (path / MANIFEST).find() is not None:  # which a list may lack
+        if (path / MANIFEST).is_file():  # which a list may lack
             return Format.SHARDWISE
         return format_among(path.listed()[1])
     if path.is_file():
@@ -178,19 +179,17 @@ def format_of(path: Place) -> Format | None:
         return Format.SHARDWISE  # even without a manifest, so that the error says so
     if (path / _DCP).exists() or any(path.glob(f"pytorch_model_fsdp_*/{_DCP}")):
         return Format.DCP
-    if (path / _INDEX).exists() or any(path.glob("*.safetensors")):
+    if (path / INDEX).exists() or any(path.glob("*.safetensors")):
         return Format.HF
     return Format.RANKS if sets_of_rank_files(path) else None
 
 
 def format_among(names: Iterable[str]) -> Format | None:
     """The format of a checkpoint in an object store, by the names of its files."""
-    from shardwise.checkpoint.disk.companions import SINGLE  # of no use to folders
-
     names = set(names)
     if MANIFEST in names:
         return Format.SHARDWISE
-    if {_INDEX, SINGLE} & names:  # beside which there may be shards of what is to replace it
+    if {INDEX, SINGLE} & names:  # beside which there may be shards of what is to replace it
         return Format.HF
     if any(re.fullmatch(r"shard-\d+-of-\d+.*\.safetensors", name) for name in names):
         return Format.SHARDWISE  # even without a manifest, so that the error says so
@@ -209,54 +208,43 @@ def open_source(path: Place) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    found: Place
+    form: Format | None
     if not isinstance(path, Path):
-        return _open_stored(*_find_stored(path))
-    path = find_checkpoint(path)
-    parts = sorted(each.name for each in path.glob(_PARTS))
-    if parts:
-        raise CheckpointError(
-            f"{path}: found {parts[0]}, one of the parts that HuggingFaceStorageWriter("
-            "save_distributed=True) of torch writes on each rank, expected whole tensors; save "
-            "with enable_consolidation=True, too, and pass the folder around this one"
-        )
-    match format_of(path):
-        case Format.SHARDWISE:
-            from shardwise.checkpoint.formats.native import ShardwiseSource
-
-            return ShardwiseSource(path)
-        case Format.DCP:
-            from shardwise.checkpoint.formats.dcp import DcpSource
-
-            return DcpSource(path)
-        case Format.RANKS:
-            return open_rank_files(_rank_files(path))
-        case Format.TORCH:
-            from shardwise.checkpoint.formats.torchfile import TorchSource
-
-            beside = path.with_name(_OPTIMIZER)
-            of_folder = path.name in _TORCH_FILES and beside.is_file()
-            return TorchSource(path, beside if of_folder else None)
-        case _:
-            from shardwise.checkpoint.formats.hf import HfSource
-
-            return HfSource(path)
-
-
-def _open_stored(path: StorePath, form: Format) -> Source:
-    match form:
-        case Format.SHARDWISE:
-            from shardwise.checkpoint.formats.native import ShardwiseSource
-
-            return ShardwiseSource(path)
-        case Format.HF:
-            from shardwise.checkpoint.formats.hf import HfSource
-
-            return HfSource(path)
-        case _:
+        found, form = _find_stored(path)
+    else:
+        found = path = find_checkpoint(path)
+        form = format_of(path)
+        if parts := sorted(each.name for each in path.glob(_PARTS)):
             raise CheckpointError(
-                f"{path}: found a checkpoint of another format ({form.value}) "
-                "in an object store, expected shardwise or hf there; copy it to a folder"
+                f"{path}: found {parts[0]}, one of the parts that HuggingFaceStorageWriter("
+                "save_distributed=True) of torch writes on each rank, expected whole tensors; save "
+                "with enable_consolidation=True, too, and pass the folder around this one"
             )
+    if form is Format.SHARDWISE:
+        from shardwise.checkpoint.formats.native import ShardwiseSource
+
+        return ShardwiseSource(found)
+    if form is Format.HF or form is None:
+        from shardwise.checkpoint.formats.hf import HfSource
+
+        return HfSource(found)
+    if not isinstance(found, Path):
+        raise CheckpointError(
+            f"{found}: found a checkpoint of another format ({form.value}) "
+            "in an object store, expected shardwise or hf there; copy it to a folder"
+        )
+    if form is Format.DCP:
+        from shardwise.checkpoint.formats.dcp import DcpSource
+
+        return DcpSource(found)
+    if form is Format.RANKS:
+        return open_rank_files(_rank_files(found))
+    from shardwise.checkpoint.formats.torchfile import TorchSource
+
+    beside = found.with_name(_OPTIMIZER)
+    of_folder = found.name in _TORCH_FILES and beside.is_file()
+    return TorchSource(found, beside if of_folder else None)
 
 
 def open_rank_files(files: Sequence[Path]) -> RankSource:

@@ -27,8 +27,9 @@ from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
 from shardwise.checkpoint.disk.beside import folders_of
-from shardwise.checkpoint.disk.companions import INDEX, SINGLE, Folder, write_beside
+from shardwise.checkpoint.disk.companions import Folder, write_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
 from shardwise.checkpoint.disk.place import Place, read_whole
 from shardwise.checkpoint.disk.safetensors import (
     StoredSpan,

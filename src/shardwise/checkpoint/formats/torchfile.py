@@ -41,10 +41,10 @@ from shardwise.base.strict import (
 )
 from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.filenames import DEEPSPEED
 from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.disk.values import held_in, leaves, replaced_in
 from shardwise.checkpoint.formats.archive import Archive, Record, write_checksums
-from shardwise.checkpoint.formats.filenames import DEEPSPEED
 from shardwise.checkpoint.formats.pickles import (
     AttributedDict,
     Constructor,

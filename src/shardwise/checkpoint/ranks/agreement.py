@@ -133,16 +133,12 @@ class Ranks:
             raise CheckpointError(f"{doing}: rank {reply.rank}: {reply.reason}") from error
         return reply  # type: ignore[no-any-return]
 
+    def agree(self, doing: str, part: Callable[[], T], answer: Callable[[list[T]], R]) -> R:
+        """As :meth:`together`, with one answer for all ranks."""
+        return self.together(doing, part, lambda parts: [answer(parts)] * len(parts))
+
     def all(self, doing: str, part: Callable[[], T]) -> T:
-        """Let every rank do its part; each returns its own result if none failed.
-
-        Args:
-            doing: what the ranks do, for error messages.
-            part: called on every rank.
-
-        Raises:
-            CheckpointError: a rank failed; the message names it and says why.
-        """
+        """As :meth:`together`, but each rank returns its own result if none failed."""
         done: list[T] = []
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
@@ -187,7 +183,7 @@ class Ranks:
         Raises:
             CheckpointError: a rank failed; the message says why.
         """
-        return self.together(doing, after, lambda parts: [part()] * len(parts))
+        return self.agree(doing, after, lambda _: part())
 
     def all_to_all(self) -> AllToAll:
         """What moves tensors on the host between these ranks."""

@@ -30,8 +30,8 @@ from shardwise.base.boxes import Box, full_box, narrow
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync, write_new
 from shardwise.checkpoint.disk.beside import written_beside
-from shardwise.checkpoint.disk.companions import SINGLE
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.filenames import SINGLE
 from shardwise.checkpoint.disk.place import folder_of
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
 from shardwise.checkpoint.formats.hf import (

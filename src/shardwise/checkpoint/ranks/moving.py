@@ -67,15 +67,39 @@ _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they a
 Training = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
-class _Parts:
-    """Parts of tensors that a rank holds, by name, wherever they are used.
+class HeldState:
+    """What a rank holds of a state, wherever that is used: at first, nothing.
 
-    They were found when they were added: where this rank is in a mesh may not be known later.
+    Its parts of tensors were found when they were added: where this rank is in a mesh may not be
+    known later.
+
+    Attributes:
+        model: the one that it is the state of; ``None`` for none that lives.
+        origins: where its tensors are in the state, by name.
+        values: everything but tensors.
     """
+
+    model: nn.Module | None = None
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[Box, Tensor]] = {}
         self._entries: dict[str, TensorEntry] = {}
+        self.origins: dict[str, Origin] = {}
+        self.values: list[Value] = []
+
+    @property
+    def held_beside(self) -> RankState | None:
+        """What is in ``extra``, for comparing it between ranks; ``None``: it is alike."""
+        return None
+
+    def take_apart(self, names: Iterable[str]) -> None:
+        """Take tensors apart whose shards are of a tensor subclass on other ranks."""
+
+    def let_go(self) -> None:
+        """Have what is trained drop its memory, which stays here."""
+
+    def leave(self) -> None:
+        """Leave nothing in what is trained, and forget it."""
 
     def entries(self, rank: int) -> list[TensorEntry]:
         """Its tensors, each with the parts that are here; the file of a part is ``rank``."""
@@ -103,7 +127,7 @@ class _Parts:
         """The names of its tensors."""
         return list(self._entries)
 
-    def take(self, other: _Parts, names: Iterable[str]) -> None:
+    def take(self, other: HeldState, names: Iterable[str]) -> None:
         """Take some tensors over from another one.
 
         Raises:
@@ -129,7 +153,7 @@ class _Parts:
             self._parts.pop(name, None)
 
 
-class Departure(_Parts):
+class Departure(HeldState):
     """What a rank holds of a training that goes on elsewhere: on other ranks, perhaps later.
 
     It has the memory of the model and the optimizer, which may be dropped after :meth:`let_go`. The
@@ -140,10 +164,6 @@ class Departure(_Parts):
         extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
         doing: what the ranks do, for error messages.
         rank: this rank, among those that take part; ``None``: among all.
-
-    Attributes:
-        model: the model.
-        values: everything but tensors.
 
     Raises:
         MisuseError: the model is not between two steps, or the optimizer's state dict lacks states.
@@ -158,24 +178,25 @@ class Departure(_Parts):
     ) -> None:
         super().__init__()
         check_between_steps(source[0], doing)
-        self.model, self._optimizer = source
+        self._training: Training | None = source
+        self.model = source[0]
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
         self._state = state_of(*source, extra, rank=rank)
-        self.values = self._state.values
-        self._check_states(doing)
+        self.origins, self.values = self._state.origins, self._state.values
+        self._check_states(source[1], doing)
         self._add_tensors()
 
-    def _check_states(self, doing: str) -> None:
+    def _check_states(self, optimizer: torch.optim.Optimizer | None, doing: str) -> None:
         """Check that optimizers inside of the optimizer have no states that would be dropped."""
         paths = [at.path for at in self.origins.values() if at.path[:2] == ("optimizer", "state")]
         moved = {str(key) for path in paths for key in path[3:4]}
-        for each in [*inside_of(self._optimizer)][1:]:
+        for each in [*inside_of(optimizer)][1:]:
             states = (item for state in each.state.values() for item in state.items())
             if lacking := sorted({str(k) for k, v in states if isinstance(v, Tensor)} - moved):
                 raise MisuseError(
                     f"{doing}: found {', '.join(lacking)} in the {type(each).__name__} "
-                    f"inside of a {type(self._optimizer).__name__}, whose state_dict() lacks it, "
+                    f"inside of a {type(optimizer).__name__}, whose state_dict() lacks it, "
                     "so it would be lost; expected a state_dict() with all states by parameter"
                 )
 
@@ -188,7 +209,7 @@ class Departure(_Parts):
                         f"{name}: found a shard of shape {list(local.shape)} on this rank, "
                         f"expected {list(box.sizes)}"
                     )
-                origin, shape = self._state.origins[name], tuple(tensor.shape)
+                origin, shape = self.origins[name], tuple(tensor.shape)
                 entry = TensorEntry(
                     origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
                 )
@@ -205,11 +226,6 @@ class Departure(_Parts):
         }
         values = [each for each in self.values if each.path[0] == "extra"]
         return RankState([path for path, _ in digests], values, digests)
-
-    @property
-    def origins(self) -> dict[str, Origin]:
-        """Where its tensors are in the state, by name."""
-        return self._state.origins
 
     def take_apart(self, names: Iterable[str]) -> None:
         """Take tensors apart whose shards are of a tensor subclass on other ranks."""
@@ -234,14 +250,17 @@ class Departure(_Parts):
 
     def let_go(self) -> None:
         """Have the model and the optimizer drop their memory, which stays here."""
-        _let_go(self.model, self._optimizer)
+        if self._training is not None:
+            _let_go(*self._training)
 
     def leave(self) -> None:
         """Leave nothing in the model and the optimizer, and forget them."""
-        for form in forms_of(self.model.parameters()):
-            form.leave()
-        drop_states(self._optimizer)
-        self.model, self._optimizer = nn.Module(), None
+        if self._training is not None:
+            model, optimizer = self._training
+            for form in forms_of(model.parameters()):
+                form.leave()
+            drop_states(optimizer)
+        self.model = self._training = None
 
 
 def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -255,7 +274,7 @@ def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def transfer(
-    source: Training | Departure | None,
+    source: Training | HeldState | None,
     target: Training | None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -295,16 +314,20 @@ def transfer(
             _lose(target[0], "transfer")
 
     with autograd.no_grad():
-        return move(source, target, lambda: None, lose_target, extra, doing="transfer", group=group)
+        return move(source, target, extra, undo=lose_target, doing="transfer", group=group)
+
+
+def _nothing() -> None:
+    """Nothing is to be done."""
 
 
 def move(
-    source: Training | Departure | None,
+    source: Training | HeldState | None,
     target: Training | None,
-    begin: Callable[[], None],
-    undo: Callable[[], None],
     extra: Mapping[str, Any] | None = None,
     *,
+    begin: Callable[[], None] = _nothing,
+    undo: Callable[[], None] = _nothing,
     doing: str,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -313,10 +336,10 @@ def move(
     Args:
         source: as there.
         target: as there.
+        extra: as there.
         begin: called once all ranks have agreed on what to move, and when the sharded parameters of
             the source have given up their memory.
         undo: called before rows go back, when those of the target have given up theirs.
-        extra: as there.
         doing: what the ranks do, for error messages.
         group: as there.
     """
@@ -324,25 +347,27 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
 
-    def depart() -> Departure | None:
-        if source is None or isinstance(source, Departure):
+    training = None if isinstance(source, HeldState) else source
+
+    def depart() -> HeldState:
+        if isinstance(source, HeldState):
             return source
-        return Departure(source, extra, doing, ranks.rank)
+        return HeldState() if source is None else Departure(source, extra, doing, ranks.rank)
 
     def kinds() -> tuple[bool, bool]:
         """Whether this rank is a target, and whether it has a model to which rows can go back."""
         check_arguments(move, given)
-        return target is not None, not isinstance(source, Departure)
+        return target is not None, not isinstance(source, HeldState)
 
-    def check_kinds(given: list[tuple[bool, bool]]) -> list[bool]:
+    def check_kinds(given: list[tuple[bool, bool]]) -> bool:
         if not any(is_target for is_target, _ in given):
             raise ValueError(
                 "target: found None on all ranks, expected a model on one or more: what is moved "
                 "is gone from the source"
             )
-        return [all(can_return for _, can_return in given)] * len(given)
+        return all(can_return for _, can_return in given)
 
-    can_return = ranks.together(doing, kinds, check_kinds)
+    can_return = ranks.agree(doing, kinds, check_kinds)
     leaving = ranks.all(doing, depart)
     entries, values = _agree(ranks, doing, leaving)
 
@@ -351,9 +376,9 @@ def move(
 
     def check_both() -> tuple[frozenset[str], frozenset[str]]:
         arriving = check(target)
-        if not can_return or isinstance(source, Departure):
+        if not can_return:
             return arriving, frozenset()
-        return arriving, arriving if source is target else check(source)
+        return arriving, arriving if training is target else check(training)
 
     arriving, returning = ranks.all(doing, check_both)
 
@@ -362,27 +387,25 @@ def move(
             allocate(target[0], [name for name, _ in target[0].named_buffers()])
 
     ranks.all(doing, prepare)  # the last that may fail before anything is given up
-    going = _Move(ranks, doing, entries, values, leaving or _Parts())
+    going = _Move(ranks, doing, entries, values, leaving)
     with interrupts.noted() as check_interrupted:
         try:
-            found = going.run(target, arriving, begin, leaving, check_interrupted)
+            found = going.run(target, arriving, begin, check_interrupted)
         except BaseException as error:
             is_agreed = isinstance(error, CheckpointError) and lost_peer_behind(error) is None
             try:
                 if not (is_agreed and can_return):
                     raise
                 _forget_frames(error)
-                assert not isinstance(source, Departure)
-                going.go_back(source, returning, target, undo)
+                going.go_back(training, returning, target, undo)
             except BaseException:
-                for model in (target and target[0], leaving and leaving.model):
+                for model in (target and target[0], leaving.model):
                     if model:
                         _lose(model, doing)
-                if leaving is not None:
-                    leaving.leave()
+                leaving.leave()
                 raise
             raise
-    if leaving is not None and (target is None or leaving.model is not target[0]):
+    if target is None or leaving.model is not target[0]:
         leaving.leave()
     return found
 
@@ -411,7 +434,7 @@ class _Move:
         doing: str,
         entries: list[TensorEntry],
         values: list[Value],
-        held: _Parts,
+        held: HeldState,
     ) -> None:
         self._ranks, self._doing = ranks, doing
         self._entries, self._values = entries, values
@@ -423,23 +446,20 @@ class _Move:
         self,
         target: Training | None,
         arriving: frozenset[str],
-        begin: Callable[[], None],
-        leaving: Departure | None = None,
-        check: Callable[[], None] = lambda: None,
+        begin: Callable[[], None] = _nothing,
+        check: Callable[[], None] = _nothing,
     ) -> dict[str, Any]:
         """Bring everything to where it belongs, and return ``extra``.
 
         Args:
             target: what gets it on this rank.
             arriving: the names of what arrives where it belongs.
-            begin: called before any rank makes room.
-            leaving: what drops its memory before that.
+            begin: called before any rank makes room, once what is held here has been let go.
             check: raises if this rank is to give up.
         """
 
         def start() -> _Arrivals | None:
-            if leaving is not None:
-                leaving.let_go()
+            self._held.let_go()
             begin()
             return target and _Arrivals(target, self._entries, arriving, self._doing)
 
@@ -473,7 +493,7 @@ class _Move:
             target: what would have got it.
             undo: called before any rank makes room.
         """
-        back = _Parts()
+        back = HeldState()
 
         def turn() -> list[TensorEntry]:
             if self._arrivals is not None:
@@ -487,14 +507,12 @@ class _Move:
             undo()
             return back.entries(self._ranks.rank)
 
-        def answer(parts: list[list[TensorEntry]]) -> list[list[TensorEntry]]:
+        def answer(parts: list[list[TensorEntry]]) -> list[TensorEntry]:
             merged = merge(entry for each in parts for entry in each)
-            return [[each for each in merged if each.section != "extra"]] * len(parts)
+            return [each for each in merged if each.section != "extra"]
 
-        entries = self._ranks.together(self._doing, turn, answer)
-        _Move(self._ranks, self._doing, entries, self._values, back).run(
-            source, returning, lambda: None
-        )
+        entries = self._ranks.agree(self._doing, turn, answer)
+        _Move(self._ranks, self._doing, entries, self._values, back).run(source, returning)
 
 
 def _lose(model: nn.Module, doing: str) -> None:
@@ -567,9 +585,7 @@ def check_between_steps(model: nn.Module, doing: str) -> None:
         group.reshard()
 
 
-def _agree(
-    ranks: Ranks, doing: str, mine: Departure | None
-) -> tuple[list[TensorEntry], list[Value]]:
+def _agree(ranks: Ranks, doing: str, mine: HeldState) -> tuple[list[TensorEntry], list[Value]]:
     """Let all ranks know what they hold together.
 
     Returns:
@@ -579,34 +595,30 @@ def _agree(
     Raises:
         CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
     """
-    origins = {} if mine is None else mine.origins
-    apart = ranks.together(doing, lambda: origins, find_mixed)
+    apart = ranks.agree(doing, lambda: mine.origins, find_mixed)
 
     def part() -> tuple[list[TensorEntry], list[Value], RankState | None]:
-        if mine is None:
-            return [], [], None
         mine.take_apart(apart)
         return mine.entries(ranks.rank), mine.values, mine.held_beside
 
     def answer(
         parts: list[tuple[list[TensorEntry], list[Value], RankState | None]],
-    ) -> list[tuple[list[TensorEntry], list[Value]]]:
+    ) -> tuple[list[TensorEntry], list[Value]]:
         held = {name: each[2] for name, each in zip(ranks.names, parts, strict=True) if each[2]}
         check_alike([*held.values()], [*held])
         values: dict[StatePath, Value] = {}
         for value in (each for _, of_rank, _ in parts for each in of_rank):
             values.setdefault(value.path, value)
         merged = merge(each for of_rank, _, _ in parts for each in of_rank)
-        return [(merged, list(values.values()))] * len(parts)
+        return merged, list(values.values())
 
-    return ranks.together(doing, part, answer)
+    return ranks.agree(doing, part, answer)
 
 
-def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
-    """The tensors that only some ranks have taken apart, for each rank."""
+def find_mixed(parts: list[dict[str, Origin]]) -> frozenset[str]:
+    """The tensors that only some ranks have taken apart."""
     every = [item for each in parts for item in each.items()]
-    found = mixed((name for name, _ in every), (origin for _, origin in every))
-    return [found] * len(parts)
+    return mixed((name for name, _ in every), (origin for _, origin in every))
 
 
 def merge(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -721,7 +733,7 @@ class _Arrivals:
         optimizer = self._optimizer
         self._state = None if optimizer is None else destinations(optimizer, names, entries)
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
-        self.parts = _Parts()
+        self.parts = HeldState()
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
         """Return this rank's part of a tensor, with memory; ``None`` if it needs nothing."""
@@ -796,9 +808,9 @@ class _RowExchange:
         self,
         ranks: Ranks,
         doing: str,
-        held: _Parts,
+        held: HeldState,
         open_part: Callable[[TensorEntry], tuple[Box, Tensor] | None],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = _nothing,
     ) -> None:
         self._ranks = ranks
         self._doing = doing
@@ -824,7 +836,7 @@ class _RowExchange:
                     self._opened[entry.fqn] = part
             return {name: box for name, (box, _) in self._opened.items()}
 
-        wanted = self._ranks.together(self._doing, needs, lambda parts: [parts] * len(parts))
+        wanted = self._ranks.agree(self._doing, needs, list)
         every = list(self._rows(entries, wanted))
         kept = [rows for rows in every if rows.source == rows.target == self._ranks.rank]
         self._attempt(lambda: [self._at_target(each).copy_(self._at_source(each)) for each in kept])

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise._torch import autograd
 from shardwise.base.arguments import check_arguments
@@ -45,7 +46,6 @@ from shardwise.checkpoint.disk.entries import (
     torch_dtype,
 )
 from shardwise.checkpoint.disk.host_memory import (
-    FileStream,
     FileWriter,
     KeptFile,
     KeptPart,
@@ -55,10 +55,12 @@ from shardwise.checkpoint.disk.host_memory import (
     kept_files,
 )
 from shardwise.checkpoint.disk.place import StrPath
+from shardwise.checkpoint.disk.safetensors import PieceData
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.alike import RankState, check_alike
 from shardwise.checkpoint.ranks.moving import (
     Departure,
+    HeldState,
     Training,
     find_mixed,
     merge,
@@ -66,7 +68,6 @@ from shardwise.checkpoint.ranks.moving import (
 )
 from shardwise.checkpoint.ranks.ring import VERSIONS, HostRing, Piece, ReplicaCost, folder_of
 from shardwise.checkpoint.ranks.saving import Handle
-from shardwise.checkpoint.ranks.state import SavedState
 from shardwise.elastic.memory_folder import memory_folder
 from shardwise.transport.base import Label
 from shardwise.transport.carrier import carrier
@@ -118,7 +119,7 @@ def replicate(
     given = locals()
     neighbors = _checked(replicate, given)
     carrier().check_threads()
-    return neighbors.start(neighbors.copy(step, (model, optimizer), extra, folder), step)
+    return neighbors.start(step, (model, optimizer), extra, folder)
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,21 @@ class _Share:
     cost: ReplicaCost
 
 
+@dataclass(frozen=True)
+class _Home:
+    """Where the hosts of a process group keep a training.
+
+    Attributes:
+        root: the folder that this rank was given, or that of the job.
+        folder: this host's, in the root.
+        ring: the hosts.
+    """
+
+    root: Path
+    folder: Path
+    ring: HostRing
+
+
 class Neighbors:
     """What the hosts of a process group keep in memory; made once for each group.
 
@@ -235,12 +251,10 @@ class Neighbors:
         self.ranks = Ranks(own)
         carrier().announce(Peers(own), _DOING)
         self._hosts = [each.host for each in carrier().announced(Peers(own))]
-        self._found_ring: HostRing | None = None
+        self._found_home: _Home | None = None
         self.cost: ReplicaCost | None = None
         self._files: list[KeptFile] = []  # that this rank looks after, to recover
         self.lost: int | None = None
-        self._root: Path | None = None
-        self._folder: Path | None = None  # this host's, in the root
         self._sessions = 0  # before this one
         self._apart: frozenset[str] = frozenset()
         self._entries: list[TensorEntry] = []
@@ -267,36 +281,23 @@ class Neighbors:
         """Whether a version is under way on this rank."""
         return self._handle is not None and not self._handle.done()
 
-    def start(self, send: Callable[[], None], step: int) -> Handle:
-        """Send what was copied, in a thread."""
-        assert self._share is not None
-        version = replace(self._share.version, step=step)
-        self._handle = Handle(send, self._place / version.name)
-        self._handle.start()
-        return self._handle
-
     @property
-    def _place(self) -> Path:
-        assert self._folder is not None
-        return self._folder
-
-    @property
-    def _ring(self) -> HostRing:
-        assert self._found_ring is not None
-        return self._found_ring
+    def _home(self) -> _Home:
+        assert self._found_home is not None
+        return self._found_home
 
     def _use(self, doing: str, folder: StrPath | None) -> None:
         """Take this host's folder, the first time. All ranks must call this."""
-        given = None if folder is None else Path(folder).absolute()
+        given, known = None if folder is None else Path(folder).absolute(), self._found_home
 
         def part() -> str:
-            if self._root is not None:
-                if given not in (None, self._root):
+            if known is not None:
+                if given not in (None, known.root):
                     raise ValueError(
-                        f"folder: found {given}, expected {self._root}, as in the first call: a "
+                        f"folder: found {given}, expected {known.root}, as in the first call: a "
                         "process group keeps one training"
                     )
-                return str(self._root)
+                return str(known.root)
             if given is None and self.ranks.size < dist.get_world_size():
                 raise ValueError(
                     "folder: found None for a group of some of the ranks, expected a folder: that "
@@ -304,22 +305,39 @@ class Neighbors:
                 )
             return str(memory_folder() if given is None else given)
 
-        def answer(parts: list[str]) -> list[list[str]]:
-            return [parts] * len(parts)
-
-        roots = self.ranks.together(doing, part, answer)
-        if self._found_ring is not None:
+        roots = self.ranks.agree(doing, part, list)
+        if known is not None:
             return
-        rank = self.ranks.rank
+        root = Path(roots[self.ranks.rank])
         # Hosts may share a disk, of which each needs a part of its own; and of two launchers on
         # one host, each has a folder.
+        mine = root / folder_of(self._hosts[self.ranks.rank])
         pairs = zip(self._hosts, roots, strict=True)
-        self._found_ring = HostRing([f"{host} {root}" for host, root in pairs])
-        self._root = Path(roots[rank])
-        self._folder = self._root / folder_of(self._hosts[rank])
-        self.ranks.all(doing, lambda: self._place.mkdir(mode=0o700, parents=True, exist_ok=True))
+        ring = HostRing([f"{host} {root}" for host, root in pairs])
+        self._found_home = _Home(root, mine, ring)
+        self.ranks.all(doing, lambda: mine.mkdir(mode=0o700, parents=True, exist_ok=True))
 
     # -- keeping -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        step: int,
+        source: Training,
+        extra: Mapping[str, Any] | None = None,
+        folder: StrPath | None = None,
+    ) -> Handle:
+        """Copy what this rank holds, and send it in a thread; see :func:`replicate`."""
+        send = self.copy(step, source, extra, folder)
+        self._handle = Handle(send, self._home.folder / self._version(step).name)
+        self._handle.start()
+        return self._handle
+
+    def _version(self, step: int) -> KeptVersion:
+        assert self._share is not None
+        return replace(self._share.version, step=step)
+
+    def _kept(self, version: KeptVersion, part: KeptPart, rank: int) -> KeptFile:
+        return KeptFile(self._home.folder, version, part, rank, self.ranks.size)
 
     def copy(
         self,
@@ -335,7 +353,8 @@ class Neighbors:
         """
         self._use(_DOING, folder)
         if self._share is None or self._is_incomplete:
-            self._make_way()
+            # It takes up room. Without a version, what another session has left is all there is.
+            self._clean(_DOING, () if self._complete else self._find(_DOING)[:1])
         self._is_incomplete = True
         held: list[Departure] = []
         files: dict[KeptPart, FileWriter] = {}
@@ -353,37 +372,29 @@ class Neighbors:
                 files.update(self._copied(mine, step))
             return step, is_planned, mine.held_beside
 
-        def check(parts: list[tuple[int, bool, RankState]]) -> list[bool]:
+        def check(parts: list[tuple[int, bool, RankState]]) -> bool:
             if len(steps := {step for step, _, _ in parts}) > 1:
                 raise ValueError(f"step: found {sorted(steps)}, expected the same on all ranks")
             check_alike([each for *_, each in parts], self.ranks.names)
-            return [all(is_planned for _, is_planned, _ in parts)] * len(parts)
+            return all(is_planned for _, is_planned, _ in parts)
 
-        if not self.ranks.together(_DOING, attempt, check):
+        if not self.ranks.agree(_DOING, attempt, check):
             self._plan(held[0])
             self.ranks.all(_DOING, lambda: files.update(self._copied(held[0], step)))
-        assert self._share is not None
-        version, values = replace(self._share.version, step=step), held[0].values
-        return lambda: self._send(version, files, values)
-
-    def _make_way(self) -> None:
-        """Delete what takes up room beside the latest version, before there is another one."""
-        if self._complete is None:  # then what another session has left is all there is
-            self._clean(_DOING, self._find(_DOING)[:1])
-        else:
-            self._clean(_DOING)
+        return partial(self._send, self._version(step), files, held[0].values)
 
     def _plan(self, mine: Departure) -> None:
         """Find out what each rank copies, and whether there is room for it."""
-        apart = self.ranks.together(_DOING, lambda: mine.origins, find_mixed)
+        apart = self.ranks.agree(_DOING, lambda: mine.origins, find_mixed)
         mine.take_apart(apart)
         self._apart |= apart
         self._entries = mine.entries(0)
         known = self._share and self._share.version
 
         def part() -> tuple[list[TensorEntry], int, tuple[int, int]]:
-            found = [each.version.session for each in kept_files(self._place)]
-            return mine.entries(self.ranks.rank), max(found, default=0), bytes_in(self._place)
+            here = self._home.folder
+            found = [each.version.session for each in kept_files(here)]
+            return mine.entries(self.ranks.rank), max(found, default=0), bytes_in(here)
 
         def answer(
             parts: list[tuple[list[TensorEntry], int, tuple[int, int]]],
@@ -391,16 +402,8 @@ class Neighbors:
             last = max(self._sessions, *(session for _, session, _ in parts))
             version = known or KeptVersion(last + 1, secrets.token_hex(8), 0)
             entries = merge(entry for each, _, _ in parts for entry in each)
-            dealt = [*self._ring.deal(entries)]
-            sizes = {entry.fqn: entry.itemsize for entry in entries}
-            own = [
-                {
-                    part: sum(box.numel * sizes[name] for name, box in pieces)
-                    for part, pieces in each.items()
-                }
-                for each in dealt
-            ]
-            costs = [*self._ring.costs(own)]
+            dealt = self._home.ring.deal(entries)
+            costs = [*self._home.ring.costs(dealt, {each.fqn: each.itemsize for each in entries})]
             for rank, (_, _, (free, used)) in enumerate(parts):
                 if costs[rank].memory > free + used:
                     raise CheckpointError(
@@ -419,14 +422,15 @@ class Neighbors:
     def _copied(self, mine: Departure, step: int) -> dict[KeptPart, FileWriter]:
         """Copy this rank's pieces into new files."""
         assert self._share is not None
-        version = replace(self._share.version, step=step)
         entries = {entry.fqn: replace(entry, pieces=()) for entry in self._entries}
         files = {}
         for part, pieces in self._share.pieces.items():
-            file = KeptFile(self._place, version, part, self.ranks.rank, self.ranks.size)
-            files[part] = writing = FileWriter(file, entries, pieces, self._older(file))
-            for name, box in pieces:
-                writing.write(name, box, mine.part(name, box))
+            file = self._kept(self._version(step), part, self.ranks.rank)
+            data = (
+                PieceData(name, entries[name].info, box, partial(mine.part, name, box))
+                for name, box in pieces
+            )
+            files[part] = FileWriter(file, entries, data, self._older(file))
         return files
 
     def _older(self, file: KeptFile) -> KeptFile | None:
@@ -438,34 +442,34 @@ class Neighbors:
     ) -> None:
         """Complete this rank's files, and bring the unique one to the next host."""
         doing = f"{_DOING} step {version.step}"
-        sent: list[FileStream] = []
+        sent: list[Tensor] = []
 
         def complete() -> tuple[int, int]:
-            for part, each in files.items():
-                text = each.complete(values if part is KeptPart.UNIQUE else ())
-                if part is KeptPart.UNIQUE:
-                    sent.append(FileStream(each.memory, text))
-            return sent[0].sizes
+            files[KeptPart.COMMON].complete(())
+            unique = files[KeptPart.UNIQUE]
+            text = bytearray(unique.complete(values))
+            sent.extend((_bytes_of(unique.memory), _bytes_of(text)))
+            return len(unique.memory), len(text)
 
-        sizes = self.ranks.together(doing, complete, lambda parts: [parts] * len(parts))
-        landing: dict[int, tuple[KeptFile, FileStream]] = {}
+        sizes = self.ranks.agree(doing, complete, list)
+        landing: dict[int, tuple[KeptFile, Tensor, Tensor]] = {}
 
         def make_room() -> None:
-            for rank in self._ring.sources(self.ranks.rank):
-                file = KeptFile(self._place, version, KeptPart.UNIQUE, rank, self.ranks.size)
+            for rank in self._home.ring.sources(self.ranks.rank):
+                file = self._kept(version, KeptPart.UNIQUE, rank)
                 data, text = sizes[rank]
                 memory = file.make(data, self._older(file))
-                landing[rank] = file, FileStream(memory, bytearray(text))
+                landing[rank] = file, _bytes_of(memory), torch.empty(text, dtype=torch.uint8)
 
         self.ranks.all(doing, make_room)
-        streams = {rank: stream for rank, (_, stream) in landing.items()}
-        failed = self._exchange(doing, sent[0], streams, sizes)
+        elements = {rank: each for rank, (_, each, _) in landing.items()}
+        texts = {rank: each for rank, (_, _, each) in landing.items()}
+        self._exchange(f"{doing}, elements", sent[0], elements, [data for data, _ in sizes])
+        self._exchange(f"{doing}, manifests", sent[1], texts, [text for _, text in sizes])
 
         def finish() -> None:
-            if failed is not None:
-                raise failed
-            for file, stream in landing.values():
-                file.complete(bytes(stream.text))
+            for file, _, text in landing.values():
+                file.complete(text.numpy().tobytes())
 
         self.ranks.all(doing, finish)
         # All ranks know that all hosts have it.
@@ -476,48 +480,32 @@ class Neighbors:
         self._clean(doing)
 
     def _exchange(
-        self,
-        doing: str,
-        sent: FileStream,
-        landing: Mapping[int, FileStream],
-        sizes: Sequence[tuple[int, int]],
-    ) -> Exception | None:
-        """Send each rank's stream to the next host, a part after the other.
+        self, doing: str, sent: Tensor, landing: Mapping[int, Tensor], sizes: Sequence[int]
+    ) -> None:
+        """Send each rank's bytes to the next host, a part after the other.
 
-        Returns:
-            What has failed here first: this rank goes on, as the others wait for its messages.
+        Args:
+            doing: what the ranks do, for error messages.
+            sent: this rank's, uint8 of shape (n,).
+            landing: where those of other ranks go here.
+            sizes: how many each rank has.
         """
-        me, targets = self.ranks.rank, self._ring.targets
-        totals = [0 if to is None else sum(sizes[rank]) for rank, to in enumerate(targets)]
-        every = range(self.ranks.size)
-        leaving = torch.empty(min(totals[me], _AT_ONCE), dtype=torch.uint8)
-        arriving = torch.empty(
-            sum(min(totals[rank], _AT_ONCE) for rank in landing), dtype=torch.uint8
-        )
-        failed: list[Exception] = []
-
-        def attempt(part: Callable[[], None]) -> None:
-            try:
-                part()
-            except Exception as error:
-                failed.append(error)
-
+        me, targets = self.ranks.rank, self._home.ring.targets
+        totals = [0 if to is None else size for to, size in zip(targets, sizes, strict=True)]
+        arriving = torch.empty(sum(min(totals[r], _AT_ONCE) for r in landing), dtype=torch.uint8)
         for at in range(0, max(totals), _AT_ONCE):
             counts = [max(0, min(_AT_ONCE, total - at)) for total in totals]
-            here = [counts[rank] if rank in landing else 0 for rank in every]
-            there = [counts[me] if rank == targets[me] else 0 for rank in every]
-            attempt(partial(sent.read, at, leaving[: sum(there)]))
-            label = Label(f"{doing}, byte {at}", str(at))
+            here = [counts[rank] if rank in landing else 0 for rank in range(len(counts))]
+            there = [counts[me] if rank == targets[me] else 0 for rank in range(len(counts))]
+            landed = arriving[: sum(here)]
+            label, leaving = Label(f"{doing}, byte {at}", str(at)), sent[at:][: sum(there)]
             try:
-                self.ranks.all_to_all().start(
-                    leaving[: sum(there)], arriving[: sum(here)], label, sizes=(there, here)
-                ).wait()
+                self.ranks.all_to_all().start(leaving, landed, label, sizes=(there, here)).wait()
             except PeerLostError as error:
                 raise CheckpointError(f"{doing}: {error}") from error
-            for rank, part in zip(every, torch.split(arriving[: sum(here)], here), strict=True):
+            for rank, part in enumerate(torch.split(landed, here)):
                 if part.numel():
-                    attempt(partial(landing[rank].write, at, part))
-        return failed[0] if failed else None
+                    landing[rank][at : at + part.numel()] = part
 
     def _clean(self, doing: str, also: Iterable[KeptVersion] = ()) -> None:
         """Delete what is of no use any more; one rank of each host does it.
@@ -527,8 +515,8 @@ class Neighbors:
         kept = [each for each in (self._complete, self._before, *also) if each is not None]
 
         def part() -> None:
-            if self._ring.locals_of(self.ranks.rank)[0] == self.ranks.rank:
-                keep_only(self._place, kept)
+            if self._home.ring.locals_of(self.ranks.rank)[0] == self.ranks.rank:
+                keep_only(self._home.folder, kept)
 
         self.ranks.all(doing, part)
 
@@ -553,9 +541,7 @@ class Neighbors:
                 self.lost = max(self.lost or 0, version.step)
                 continue
             with autograd.no_grad():
-                extra = move(
-                    _KeptState(files), target, _nothing, _nothing, doing=_RECOVER, group=group
-                )
+                extra = move(_state_of(files), target, doing=_RECOVER, group=group)
             self._complete, self.lost = version, None
             self._clean(_RECOVER)
             return Recovered(version.step, extra, world_size)
@@ -565,22 +551,20 @@ class Neighbors:
         """Find the versions of which all hosts' files may be there, the latest first."""
 
         def part() -> list[KeptFile]:
-            mine, every = self._ring.locals_of(self.ranks.rank), kept_files(self._place)
+            mine, every = self._home.ring.locals_of(self.ranks.rank), kept_files(self._home.folder)
             self._files = every[mine.index(self.ranks.rank) :: len(mine)]
             return self._files
 
-        def answer(
-            parts: list[list[KeptFile]],
-        ) -> list[tuple[list[KeptVersion], int, int | None]]:
+        def answer(parts: list[list[KeptFile]]) -> tuple[list[KeptVersion], int, int | None]:
             every = [file for each in parts for file in each]
             found = sorted({file.version for file in every}, reverse=True)
             last = max((version.session for version in found), default=0)
             found = [version for version in found if version.step >= at_least]
             whole = [v for v in found if _world_of(file for file in every if file.version == v)]
             lost = max((version.step for version in found if version not in whole), default=None)
-            return [(whole, last, lost)] * len(parts)
+            return whole, last, lost
 
-        found, self._sessions, self.lost = self.ranks.together(doing, part, answer)
+        found, self._sessions, self.lost = self.ranks.agree(doing, part, answer)
         return found
 
     def _verified(self, version: KeptVersion) -> tuple[list[tuple[KeptFile, Manifest]], int]:
@@ -599,15 +583,18 @@ class Neighbors:
                         good.append((file, manifest))
             return [(file, _held_by(self.ranks.rank, manifest)) for file, manifest in good]
 
-        def answer(parts: list[list[tuple[KeptFile, tuple[TensorEntry, ...]]]]) -> list[int]:
+        def answer(parts: list[list[tuple[KeptFile, tuple[TensorEntry, ...]]]]) -> int:
             every = [found for each in parts for found in each]
-            world_size = 0
             with contextlib.suppress(CheckpointError):  # there are gaps
                 merge(entry for _, entries in every for entry in entries)
-                world_size = _world_of(file for file, _ in every)
-            return [world_size] * len(parts)
+                return _world_of(file for file, _ in every)
+            return 0
 
-        return good, self.ranks.together(_RECOVER, part, answer)
+        return good, self.ranks.agree(_RECOVER, part, answer)
+
+
+def _bytes_of(memory: mmap | bytearray) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _world_of(files: Iterable[KeptFile]) -> int:
@@ -619,10 +606,6 @@ def _world_of(files: Iterable[KeptFile]) -> int:
     return size if len(ranks) == size and all(rank < size for rank, _ in ranks) else 0
 
 
-def _nothing() -> None:
-    """There is nothing to do before rows move, and no place where they could go back to."""
-
-
 def _held_by(rank: int, manifest: Manifest) -> tuple[TensorEntry, ...]:
     """The tensors in a file, as parts that a rank holds."""
     return tuple(
@@ -631,31 +614,19 @@ def _held_by(rank: int, manifest: Manifest) -> tuple[TensorEntry, ...]:
     )
 
 
-class _KeptState(Departure):
-    """What this rank has to give of a version, of no model that lives.
-
-    Args:
-        files: those that the rank looks after.
-    """
-
-    def __init__(self, files: Iterable[tuple[KeptFile, Manifest]]) -> None:
-        super(Departure, self).__init__()  # not from a model, as a departure
-        self.model, self._optimizer = nn.Module(), None
-        self._state = SavedState()
-        values: dict[StatePath, Value] = {}
-        for file, manifest in files:
-            for value in manifest.values:
-                values.setdefault(value.path, value)
-            for entry in manifest.tensors:
-                self.origins[entry.fqn] = Origin(entry.path, entry.placements, entry.mesh)
-                if not entry.info.numel:
-                    nothing = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-                    self.hold(replace(entry, pieces=()), full_box(entry.shape), nothing)
-            for entry, box, tensor in file.pieces(manifest):
-                self.hold(replace(entry, pieces=()), box, tensor)
-        self.values = [*values.values()]
-
-    @property
-    def held_beside(self) -> RankState:
-        """Nothing to compare: ranks had it alike, and of the files each rank has some."""
-        return RankState([], [], {})
+def _state_of(files: Iterable[tuple[KeptFile, Manifest]]) -> HeldState:
+    """What this rank has to give of a version: what the files have that it looks after."""
+    state = HeldState()
+    values: dict[StatePath, Value] = {}
+    for file, manifest in files:
+        for value in manifest.values:
+            values.setdefault(value.path, value)
+        for entry in manifest.tensors:
+            state.origins[entry.fqn] = Origin(entry.path, entry.placements, entry.mesh)
+            if not entry.info.numel:
+                nothing = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                state.hold(replace(entry, pieces=()), full_box(entry.shape), nothing)
+        for entry, box, tensor in file.pieces(manifest):
+            state.hold(replace(entry, pieces=()), box, tensor)
+    state.values = [*values.values()]
+    return state

@@ -92,12 +92,19 @@ class HostRing:
                     dealt[rank][part].append((entry.fqn, box))
         return dealt
 
-    def costs(self, nbytes: Sequence[Mapping[KeptPart, int]]) -> Iterator[ReplicaCost]:
+    def costs(
+        self, dealt: Iterable[Mapping[KeptPart, Sequence[Piece]]], itemsizes: Mapping[str, int]
+    ) -> Iterator[ReplicaCost]:
         """Say what it takes, for each rank.
 
         Args:
-            nbytes: of what each rank copies.
+            dealt: what each rank copies.
+            itemsizes: bytes of an element, by the tensor's name.
         """
+        nbytes = [
+            {part: sum(box.numel * itemsizes[n] for n, box in each[part]) for part in KeptPart}
+            for each in dealt
+        ]
         kept = dict.fromkeys(self._ranks, 0)
         for rank, (target, mine) in enumerate(zip(self.targets, nbytes, strict=True)):
             kept[self._names[rank]] += sum(mine.values())

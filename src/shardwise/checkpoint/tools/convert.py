@@ -24,8 +24,9 @@ from shardwise.checkpoint.disk.beside import (
     folders_of,
     written_beside,
 )
-from shardwise.checkpoint.disk.companions import INDEX, Folder, copy_companions
+from shardwise.checkpoint.disk.companions import Folder, copy_companions
 from shardwise.checkpoint.disk.entries import StatePath, dotted
+from shardwise.checkpoint.disk.filenames import INDEX
 from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import unflatten

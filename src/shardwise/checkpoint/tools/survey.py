@@ -22,6 +22,7 @@ from shardwise.checkpoint.disk.commit import (
     step_folder,
 )
 from shardwise.checkpoint.disk.entries import StoredPiece, TensorEntry
+from shardwise.checkpoint.disk.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.manifest import in_files, read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
@@ -34,7 +35,6 @@ from shardwise.checkpoint.formats.detect import (
     refuse_foreign,
     steps_root,
 )
-from shardwise.checkpoint.formats.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _look_stored(folder: StorePath, files: Mapping[str, StoredObject]) -> Listed
     except StoreError:
         raise
     except CheckpointError as error:
-        is_there = form is not Format.SHARDWISE or (folder / MANIFEST).find() is not None
+        is_there = form is not Format.SHARDWISE or (folder / MANIFEST).is_file()
         problem = str(error) if is_there else UNFINISHED
     nbytes = sum(each.size for each in files.values())
     return Listed(folder, _step_of(folder), form, nbytes, problem, **saved)

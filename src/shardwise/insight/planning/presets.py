@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import CheckpointError, NotPossibleError
-from shardwise.checkpoint.disk.place import is_url, place_of
+from shardwise.checkpoint.disk.place import is_url
 from shardwise.pretrained.opening import ModelSettingsError, read_settings, small_files
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
@@ -170,7 +170,7 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
     if model in presets:
         return presets[model]
     try:
-        path = small_files(place_of(model))
+        path = small_files(model)
     except (CheckpointError, ValueError) as error:
         reason = str(error).removeprefix("path: ")
         raise ModelError(f"a URL that cannot be read ({reason})", "a model there") from None

@@ -19,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.base.arguments import check_arguments
-from shardwise.base.errors import NotPossibleError, UserError
+from shardwise.base.errors import CheckpointError, NotPossibleError, UserError
 from shardwise.insight.schema.words import own_word
 
 T = TypeVar("T")
@@ -327,11 +327,13 @@ def fixed_defaults(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming(option: str, hint: str = "") -> Iterator[None]:
-    """Report what is not possible as a mistake in an option."""
+    """Report what is not possible, or cannot be read, as a mistake in an option."""
     try:
         yield
     except NotPossibleError as error:
         raise OptionError(option, error.found, error.expected + hint) from error.__cause__
+    except CheckpointError as error:
+        raise UserError(f"{option}: {error}") from None
 
 
 def as_json(value: Any) -> Any:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from shardwise.app.recipes.core.rundir import RunDir
+    from shardwise.app.recipes.core.stored import RunStore
     from shardwise.checkpoint import Handle
     from shardwise.checkpoint.ranks.agreement import Ranks
     from shardwise.checkpoint.ranks.saving import Saving
@@ -108,10 +108,10 @@ class Checkpoints:
         best: the checkpoint that is kept beside the last ones, the one to be saved next included;
             None: none is.
         collected: the position of the data to save; None: what the data say themselves.
-        run: whose files the first rank publishes when it commits; None: it does nothing then.
+        store: to which the first rank copies the files of the run when it commits; None: to none.
     """
 
-    run: RunDir | None = None
+    store: RunStore | None = None
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class Checkpoints:
         """
 
         def look() -> bool:
-            if self.run is not None:
-                self.run.check_session()
+            if self.store is not None:
+                self.store.check_session()
             return is_complete(self.path(step))
 
         with self._saving(step):
@@ -331,8 +331,8 @@ class Checkpoints:
             ignore_frozen_params=self._base is not None,
             group=self._group,
         )
-        if self.run is not None:
-            saving.before_commit = self.run.publish
+        if self.store is not None:
+            saving.before_commit = self.store.publish
         return saving
 
     def extra(self, position: Position) -> dict[str, Any]:

@@ -92,8 +92,7 @@ class RunInMemory:
             self._neighbors.wait()
             waited = time.perf_counter() - began
             extra = self._checkpoints.extra(position)
-            send = self._neighbors.copy(position.step, (model, optimizer), extra)
-            self._neighbors.start(send, position.step)
+            self._neighbors.start(position.step, (model, optimizer), extra)
         except CheckpointError as error:
             raise SaveError(f"--replicate-every: step {position.step}: {error}") from error
         if is_first and (cost := self._neighbors.cost) is not None:

@@ -54,9 +54,10 @@ def run_dir(out: os.PathLike[str]) -> RunDir:
     """Return the folder of a run, or what stands for it where it is in an object store."""
     if isinstance(out, Path):
         return RunDir(out)
-    from shardwise.app.recipes.core.stored import StoredRun  # few trainings need it
+    from shardwise.app.recipes.core.stored import RunStore  # few trainings need it
 
-    return StoredRun(out)
+    store = RunStore(out)
+    return RunDir(store.root, store)
 
 
 class RecipeConfig(Config):

@@ -235,7 +235,7 @@ class ReplicaCheckpoints(Checkpoints):
             device=self.device,
         )
         checkpoints.best = self.best
-        checkpoints.run = self.run if number == 0 else None
+        checkpoints.store = self.store if number == 0 else None
         return checkpoints
 
     def _folder_of(self, number: int) -> Place:

@@ -1,6 +1,7 @@
-"""Whether a run may begin in a folder, and its lock: two runs never train into one. No torch here.
+"""Whether a run may begin in its place, and its lock: two runs never train into one. No torch here.
 
-What lies in the folder, :class:`~shardwise.runs.files.RunFiles` says.
+What lies in the folder, :class:`~shardwise.runs.files.RunFiles` says. The folder is the place of
+the run, unless that is in an object store, of which it then has copies.
 
 The launcher of host 0 holds the lock, or rank 0 where no launcher of ours is above; so a job that
 begins again is not in its own way. The lock is the kernel's (``flock``) and ends with the process
@@ -15,29 +16,31 @@ import errno
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.files import (
+    Links,
     LockHandle,
     content_of_lock,
     lock_soon,
     name_holder,
-    read_small,
     replace_file,
 )
 from shardwise.base.say import say
 from shardwise.base.strict import Fields, parse
-from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.place import Place
-from shardwise.insight.schema.option import OptionError, flatten
+from shardwise.checkpoint.disk.place import Place, read_whole
+from shardwise.insight.schema.option import OptionError, flatten, require
 from shardwise.insight.schema.training import Existing, OutputConfig
 from shardwise.runs.files import Lock, RunFiles, lock_of
 from shardwise.runs.metrics import without_nan
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.stored import RunStore
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
 REPLICAS = "replicas"
@@ -48,50 +51,46 @@ _MAX_PATH = 4095  # bytes, of Linux
 _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
 
 
+@dataclass(frozen=True)
 class RunDir(RunFiles):
-    """The folder of a run, in which a training may begin."""
+    """The folder of a run, in which a training may begin.
+
+    Attributes:
+        store: where the run is, if not in this folder: what is there counts.
+    """
+
+    store: RunStore | None = None
 
     @property
     def place(self) -> Place:
         """What the user calls it: this folder, or a URL in an object store."""
-        return self.root
+        return self.root if self.store is None else self.store.place
 
     @property
     def place_of_checkpoints(self) -> Place:
         """Where they are; of a run in an object store, in no folder."""
         return self.place / self.checkpoints.name
 
-    def reach(self) -> None:
-        """Check that the place answers, if it is an object store."""
-
-    def claim(self) -> None:
-        """Begin a session, after which those before it save no more, if a lock cannot say that."""
-
-    def check_session(self) -> None:
-        """Check that none has begun since."""
-
-    def publish(self) -> None:
-        """Copy to the place what is in the folder, if these are not the same."""
-
-    def leave(self) -> None:
-        """Do so as a training fails, as far as that is possible."""
-
     def check_metrics(self, step: int) -> None:
         """Check that the metrics up to a step can be read.
 
         Raises:
+            StoreError: the store does not answer.
             UserError: a line is damaged, or it is no file.
         """
         from shardwise.runs.metrics_file import check_metrics  # not for the command's help
 
-        check_metrics(self.metrics, step)
+        held = contextlib.nullcontext(self.metrics) if self.store is None else self.store.metrics()
+        with held as file:
+            check_metrics(file, step)
 
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
 
         Raises:
-            OptionError: the folder holds something that would be lost, or nothing to resume; or it
+            OptionError: the place holds something that would be lost, or nothing to resume; or it
                 cannot be looked into.
+            StoreError: the store does not answer.
         """
         length = len(os.fsencode(self.root / _DEEPEST))
         if length > _MAX_PATH:
@@ -104,47 +103,50 @@ class RunDir(RunFiles):
             raise OptionError("--out", found, "a folder that can be read and written") from None
 
     def _check(self, config: OutputConfig) -> None:
-        root = self.root
-        if root.exists() and not root.is_dir():
-            raise OptionError("--out", f"{root}, which is a file", "a folder")
-        is_run = self.is_run()
-        if is_run and (folder := next(filter(Path.is_dir, self.own_files), None)) is not None:
-            raise OptionError(
-                "--out", f"{folder}, a folder", "a file, as a run writes: move it away"
-            )
+        place, is_run = self.place, self.is_run()
+        if isinstance(place, Path):
+            self._check_kinds(is_run)
         if config.existing is Existing.RESUME:
-            if not is_run:
-                raise OptionError("--resume", f"no run in {root}", "a run; see --out")
+            require(is_run, "--resume", f"no run in {place}", "a run; see --out")
             return
-        if is_run and config.existing is not Existing.OVERWRITE:
-            raise OptionError(
-                "--out",
-                f"a run in {root} already",
-                "another folder, --resume to go on, or --overwrite to delete that run",
-            )
+        expected = "another folder or URL, --resume to go on, or --overwrite to delete that run"
+        may_begin = not is_run or config.existing is Existing.OVERWRITE
+        require(may_begin, "--out", f"a run in {place} already", expected)
+        if not is_run and (others := [p for p in _inside(place) if not self._is_trace(p)]):
+            found = f"other files in {place}, such as {min(each.name for each in others)!r}"
+            raise OptionError("--out", found, "an empty or new folder, or a URL that is free")
+        if isinstance(place, Path):
+            self._check_may_write(is_run)
+
+    def _check_kinds(self, is_run: bool) -> None:
+        """Check that the folder is one, and that files are where a run has files."""
+        is_file = self.root.exists() and not self.root.is_dir()
+        require(not is_file, "--out", f"{self.root}, which is a file", "a folder")
+        for file in self.own_files if is_run else ():
+            expected = "a file, as a run writes: move it away"
+            require(not file.is_dir(), "--out", f"{file}, a folder", expected)
+
+    def _check_may_write(self, is_run: bool) -> None:
+        """Check that the folder can be made or written to, and its run deleted, if there is one."""
         if is_run:
             self._check_links()
-        if root.is_dir() and not is_run and not all(map(self._is_trace, root.iterdir())):
-            raise OptionError("--out", f"other files in {root}", "an empty or new folder")
-        parent = root
+        parent = self.root
         while not parent.exists():
             parent = parent.parent
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise OptionError("--out", f"no permission to write in {parent}", "a writable folder")
+        is_writable = os.access(parent, os.W_OK | os.X_OK)
+        require(is_writable, "--out", f"no permission to write in {parent}", "a writable folder")
 
     def _check_links(self) -> None:
         """Check that the run that is to be deleted lies in its folder, and nowhere else."""
         for path in (self.root, *self.own_folders, *self.own_files):
-            if path.is_symlink():
-                raise OptionError(
-                    "--out",
-                    f"{path}, a symbolic link",
-                    "no link where --overwrite deletes: remove it yourself, or take another folder",
-                )
+            expected = (
+                "no link where --overwrite deletes: remove it yourself, or take another folder"
+            )
+            require(not path.is_symlink(), "--out", f"{path}, a symbolic link", expected)
 
     def is_run(self) -> bool:
         """Return whether a run is here."""
-        return self.run_json.is_file()
+        return (self.place / self.run_json.name).is_file()
 
     def has_checkpoints(self) -> bool:
         """Return whether a checkpoint was ever committed here, even if damaged by now.
@@ -152,13 +154,12 @@ class RunDir(RunFiles):
         A partial folder is none. Neither is what further replicas saved, of which the first is
         committed last.
         """
+        if self.store is not None:
+            return self.store.has_checkpoints()
         from shardwise.checkpoint.disk.commit import is_partial  # not for the command's help
 
-        if not self.checkpoints.is_dir():
-            return False
-        return any(
-            not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
-        )
+        found = _inside(self.checkpoints)
+        return any(not is_partial(path) and path.name != REPLICAS for path in found)
 
     def is_taken(self) -> bool:
         """Return whether a run or another file is here, or a run is about to begin here."""
@@ -208,29 +209,45 @@ class RunDir(RunFiles):
     def begin(self, config: OutputConfig) -> None:
         """Make the folder; with ``OVERWRITE``, delete the run that is in it, and only that.
 
+        Of a run in an object store, the folder then has the files that are there, if it goes on.
+
         Raises:
-            OptionError: it cannot be made.
-            OSError: what is in it cannot be deleted.
+            OptionError: it cannot be made, or what is in it cannot be deleted.
+            StoreError: the store does not answer.
+            UserError: what is to be fetched cannot be.
         """
+        from shardwise.checkpoint.disk.commit import remove  # not for the command's help
+
+        is_replaced = config.existing is Existing.OVERWRITE and self.is_run()
         self.make()
-        if config.existing is not Existing.OVERWRITE or not self.run_json.is_file():
-            return
-        self._check_links()
+        if is_replaced and self.store is None:
+            self._check_links()
         try:
-            for folder in self.own_folders:
-                if folder.is_dir():
-                    shutil.rmtree(folder)
-            for file in self.own_files:
-                file.unlink(missing_ok=True)
+            for path in (*self.own_folders, *self.own_files):
+                if is_replaced or self.store is not None:
+                    remove(path)
         except OSError as error:
             found = f"{error.filename}, which cannot be deleted ({error.strerror})"
             raise OptionError("--out", found, "a run that --overwrite may delete") from None
+        if self.store is not None:
+            self.store.begin(config.existing)
 
-    def _is_trace(self, path: Path) -> bool:
-        """Return whether a file was left by a run that was killed before its ``run.json``.
+    def publish(self) -> None:
+        """Copy what has changed to the object store, if the run is in one.
+
+        Raises:
+            CheckpointError: see :meth:`.RunStore.publish`.
+        """
+        if self.store is not None:
+            self.store.publish()
+
+    def _is_trace(self, path: Place) -> bool:
+        """Return whether something was left by a run that was killed before its ``run.json``.
 
         That of any file: a run that was deleted for the next one may have been killed as well.
         """
+        if self.store is not None:
+            return path == self.store.sessions
         names = (f".{file.name}" for file in self.own_files)
         return path in (self.lock, self.quorum, self.replicas) or path.name.startswith(tuple(names))
 
@@ -243,13 +260,13 @@ class RunDir(RunFiles):
         Raises:
             OSError: it cannot be written.
         """
+        from shardwise.checkpoint.disk.beside import written_beside  # not for the command's help
+
         if self.tokenizer.is_dir():
             return
-        partial = self.root / f".{TOKENIZER}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        save(partial)
-        partial.rename(self.tokenizer)
+        with written_beside(self.tokenizer, None) as partial:
+            partial.mkdir()
+            save(partial)
 
     def read(self, option: str = "--out") -> dict[str, Any]:
         """Return the content of ``run.json``, with its types checked, by the names of today.
@@ -262,20 +279,28 @@ class RunDir(RunFiles):
             UserError: it cannot be read; the message names the line or the field.
         """
         try:
-            where = str(self.place / self.run_json.name)
-            return _checked_record(parse(self._read_record(_MAX_RECORD), where), where)
+            file = self.place / self.run_json.name
+            text = read_whole(file, _MAX_RECORD, Links.REFUSE)
+            return _checked_record(parse(text, str(file)), str(file))
         except StoreError:
             raise  # it may be there
         except CheckpointError as error:
             raise UserError(f"{option}: {error}") from None
 
-    def _read_record(self, most: int) -> bytes:
-        return read_small(self.run_json, most)
-
     def write(self, record: Mapping[str, Any]) -> None:
         """Replace ``run.json`` atomically."""
         text = json.dumps(without_nan(record), indent=2, allow_nan=False)
-        write_text(self.run_json, text + "\n")
+        try:
+            write_text(self.run_json, text + "\n")
+        except FileNotFoundError:
+            found = f"no folder {self.root} any more"
+            raise OptionError("--out", found, "the folder of this run until it has ended") from None
+
+
+def _inside(folder: Place) -> list[Place]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return [*folder.iterdir()]
+    return []
 
 
 def _checked_record(record: Any, where: str) -> dict[str, Any]:

@@ -24,51 +24,47 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import one_line, printable
-from shardwise.checkpoint.disk.commit import remove
-from shardwise.checkpoint.disk.fetched import Files, fetch, folder_for
+from shardwise.checkpoint.disk.fetched import fetch, folder_for
 from shardwise.checkpoint.disk.manifest import NAME
-from shardwise.checkpoint.disk.place import Place, place_of
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
-from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.training import Existing, OutputConfig
+from shardwise.insight.schema.training import Existing
+from shardwise.runs.files import RunFiles
 
-_SESSIONS = "sessions"
 _SESSION = re.compile(r"\d{8,18}", re.ASCII)
 _MOST_OF_SESSION = 1000  # bytes
 _MOST_BYTES = 1 << 30  # of each file that is fetched
 _PART = 8 << 20  # bytes of a request
 
 
-class StoredRun(RunDir):
-    """A run in an object store, and the folder of this host with its files.
+class RunStore:
+    """Where a run is in an object store.
 
     Args:
         url: of the run.
+
+    Attributes:
+        place: its URL.
+        root: the folder of this host with its files.
+        sessions: below which each session has an object.
 
     Raises:
         UserError: this user has no folder for caches.
     """
 
     def __init__(self, url: os.PathLike[str]) -> None:
-        store = place_of(url)
-        assert isinstance(store, StorePath)
-        try:
-            super().__init__(folder_for("runs", store))
-        except CheckpointError as error:
-            raise UserError(str(error)) from None
-        self._store = store
+        place = place_of(url)
+        assert isinstance(place, StorePath)
+        with _reported():
+            self.root = folder_for("runs", place)
+        self.place, self.sessions = place, place / "sessions"
+        self._files = RunFiles(self.root)
         self._session: tuple[int, bytes] | None = None
         self._copied: dict[Path, tuple[int, int]] = {}
         self._copying = threading.Lock()  # a checkpoint may be saved in the background
-
-    @property
-    def place(self) -> Place:
-        """Its URL."""
-        return self._store
 
     def reach(self) -> None:
         """Check that the store answers.
@@ -76,47 +72,20 @@ class StoredRun(RunDir):
         Raises:
             StoreError: it does not, refuses, or has no such bucket.
         """
-        next(self._store.iterdir(), None)
-
-    def check(self, config: OutputConfig) -> None:
-        """Check that a run may begin, or go on, here. Changes nothing.
-
-        Raises:
-            OptionError: there are objects that would be lost, or there is nothing to resume.
-            StoreError: the store does not answer.
-        """
-        is_run = self.is_run()
-        if config.existing is Existing.RESUME:
-            if not is_run:
-                raise OptionError("--resume", f"no run in {self._store}", "a run; see --out")
-        elif is_run and config.existing is not Existing.OVERWRITE:
-            raise OptionError(
-                "--out",
-                f"a run in {self._store} already",
-                "another URL, --resume to go on, or --overwrite to delete that run",
-            )
-        elif not is_run:
-            names = (path.name for path in self._store.iterdir())
-            if (other := next((name for name in names if name != _SESSIONS), None)) is not None:
-                found = f"{self._store / other}, which no run has written"
-                raise OptionError("--out", found, "a URL below which there is nothing")
-
-    def is_run(self) -> bool:
-        """Return whether the store has a run here."""
-        return (self._store / self.run_json.name).find() is not None
+        next(self.place.iterdir(), None)
 
     def has_checkpoints(self) -> bool:
         """Return whether there is a manifest of a checkpoint, even if it is damaged by now."""
-        names = (self._store / self.checkpoints.name).below()
-        return any(re.fullmatch(rf"[^/]+/{re.escape(NAME)}", name) for name in names)
+        steps = (self.place / self._files.checkpoints.name).iterdir()
+        return any((step / NAME).is_file() for step in steps)
 
     def claim(self) -> None:
-        """Begin a session.
+        """Begin a session, after which those before it save no more.
 
         Raises:
             StoreError: it cannot be written.
         """
-        names = (path.name for path in (self._store / _SESSIONS).iterdir())
+        names = (path.name for path in self.sessions.iterdir())
         number = 1 + max((int(name) for name in names if _SESSION.fullmatch(name)), default=0)
         text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n".encode()
         while not self._path_of(number).create(text):
@@ -132,44 +101,74 @@ class StoredRun(RunDir):
         """
         assert self._session is not None
         number, text = self._session
-        for each in (number + 1, number):
-            path = self._path_of(each)
-            if each != number and path.find() is None:
-                continue
-            found = path.read_small(_MOST_OF_SESSION)
-            if found != text:
-                who = printable(found.decode(errors="replace").partition("\n")[0][:300])
-                raise CheckpointError(
-                    f"{path}: found a session ({who}) that has begun after this one, number "
-                    f"{number}, expected none: two never train into one run; nothing is saved here"
-                )
+        later = self._path_of(number + 1)
+        path = later if later.is_file() else self._path_of(number)
+        found = path.read_small(_MOST_OF_SESSION)
+        if found != text:
+            who = printable(found.decode(errors="replace").partition("\n")[0][:300])
+            raise CheckpointError(
+                f"{path}: found a session ({who}) that has begun after this one, number "
+                f"{number}, expected none: two never train into one run; nothing is saved here"
+            )
 
-    def begin(self, config: OutputConfig) -> None:
-        """Prepare the folder; with ``OVERWRITE``, delete the run in the store, and only that.
+    def begin(self, existing: Existing) -> None:
+        """Begin a session, if none has; delete the run, or fetch its files into the empty folder.
 
         Raises:
             StoreError: the store does not answer.
-            UserError: what is to be fetched cannot be, or the folder cannot be made.
+            UserError: what is to be fetched cannot be.
         """
         if self._session is None:
             self.claim()
-        if config.existing is Existing.OVERWRITE:
+        if existing is Existing.OVERWRITE:
             self._delete_run()
-        self.make()
-        for path in (*self.own_files, *self.own_folders):
-            remove(path)
-        if config.existing is Existing.RESUME:
-            own = [file.name for file in self.own_files if file != self.weights]
-            self._fetch(self._store, _found(self._store, own), self.root)
-            for folder in (self.earlier_options, self.tokenizer):
-                source = self._store / folder.name
-                names = source.below().items()
-                files = {name: each for name, each in names if name and not name.endswith("/")}
-                self._fetch(source, files, folder)
-        say(f"files      in {self.root}, and copied to {self._store} with each checkpoint")
+        if existing is Existing.RESUME:
+            files = self._files
+            own = [file for file in files.own_files if file != files.weights]
+            self.fetch(own, [files.earlier_options, files.tokenizer], self.root)
+        say(f"files      in {self.root}, and copied to {self.place} with each checkpoint")
+
+    def fetch(self, files: Iterable[Path], folders: Iterable[Path], root: Path) -> None:
+        """Fetch what the store has of some files and folders of the run.
+
+        Args:
+            files: their paths on this host.
+            folders: the same of folders.
+            root: the folder to which they go.
+
+        Raises:
+            StoreError: the store does not answer.
+            UserError: there are too many or too large ones, or the names of some lead elsewhere.
+        """
+        found = {file.name: each for file in files if (each := (self.place / file.name).find())}
+        for folder in folders:
+            for name, each in (self.place / folder.name).below().items():
+                if name and not name.endswith("/"):  # with which S3 shows a folder
+                    found[f"{folder.name}/{name}"] = each
+        with _reported():
+            fetch(self.place, found, root, _MOST_BYTES)
+
+    @contextlib.contextmanager
+    def metrics(self) -> Iterator[Path]:
+        """The metrics, in a file that is there for the block.
+
+        Raises:
+            StoreError: the store does not answer.
+            UserError: they cannot be fetched.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.fetch([self._files.metrics], [], Path(folder))
+            yield RunFiles(Path(folder)).metrics
+
+    def leave(self) -> None:
+        """Copy the files as a training fails; if that is not possible, say so."""
+        try:
+            self.publish()
+        except (CheckpointError, OSError) as error:
+            say(f"warning    {self.root} is not copied to {self.place}: {one_line(error)}")
 
     def publish(self) -> None:
-        """Copy the files that have changed.
+        """Copy the files that have changed, if this session has begun.
 
         Raises:
             CheckpointError: another session has begun, or the folder has been deleted.
@@ -177,79 +176,56 @@ class StoredRun(RunDir):
         """
         if self._session is None:
             return
+        root, run_json = self.root, self._files.run_json
         with self._copying:
             self.check_session()
-            if not self.run_json.is_file():
+            if not run_json.is_file():
                 raise CheckpointError(
-                    f"{self.root}: found no {self.run_json.name}, expected the files of this run, "
-                    "which are to be copied: keep that folder while it trains"
+                    f"{root}: found no {run_json.name}, expected the files of this run, which are "
+                    "to be copied: keep that folder while it trains"
                 )
-            for path in self._files():
+            for path in self._to_copy():
                 with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                     status = os.fstat(file.fileno())
                     version = (status.st_mtime_ns, status.st_size)
                     if self._copied.get(path) != version:
-                        name = path.relative_to(self.root).as_posix()
-                        (self._store / name).write(_read(file, status.st_size), status.st_size)
+                        target = self.place / path.relative_to(root).as_posix()
+                        target.write(_read(file, status.st_size), status.st_size)
                         self._copied[path] = version
             self.check_session()  # large files take a while to copy
 
-    def leave(self) -> None:
-        """Copy the files as a training fails; if that is not possible, say so."""
-        try:
-            self.publish()
-        except (CheckpointError, OSError) as error:
-            say(f"warning    {self.root} is not copied to {self._store}: {one_line(error)}")
-
-    def check_metrics(self, step: int) -> None:
-        """Check that the metrics up to a step can be read.
-
-        Raises:
-            StoreError: the store does not answer.
-            UserError: a line is damaged.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self._fetch(self._store, _found(self._store, [self.metrics.name]), Path(folder))
-            RunDir(Path(folder)).check_metrics(step)
-
-    def _read_record(self, most: int) -> bytes:
-        return (self._store / self.run_json.name).read_small(most)
-
     def _path_of(self, session: int) -> StorePath:
-        return self._store / _SESSIONS / f"{session:08}"
+        return self.sessions / f"{session:08}"
 
     def _delete_run(self) -> None:
         """Delete what a run has written: manifests first, and last what says that it is a run."""
-        own = {path.name for path in (*self.own_files, *self.own_folders)}
-        names = [name for name in self._store.below() if name.partition("/")[0] in own]
-        manifests = [name for name in names if name.endswith(f"/{NAME}")]
-        last = [name for name in names if name == self.run_json.name]
-        for some in (manifests, [*{*names}.difference(manifests, last)], last):
-            self._store.remove(some)
+        own = {path.name for path in (*self._files.own_files, *self._files.own_folders)}
+        names = {name for name in self.place.below() if name.partition("/")[0] in own}
+        manifests = {name for name in names if name.endswith(f"/{NAME}")}
+        last = names & {self._files.run_json.name}
+        for some in (manifests, names - manifests - last, last):
+            self.place.remove(some)
 
-    def _files(self) -> Iterator[Path]:
+    def _to_copy(self) -> Iterator[Path]:
         """Yield the files to copy; first what says that there is a run."""
-        elsewhere = (self.checkpoints, self.replicas, self.wandb)
-        folders = [folder for folder in self.own_folders if folder not in elsewhere]
+        files = self._files
+        elsewhere = (files.checkpoints, files.replicas, files.wandb)
+        folders = [folder for folder in files.own_folders if folder not in elsewhere]
         within = (path for folder in folders for path in sorted(folder.rglob("*")))
-        for path in (self.run_json, *self.own_files[:-1], *within):
-            hidden = any(part.startswith(".") for part in path.relative_to(self.root).parts)
+        for path in (files.run_json, *files.own_files[:-1], *within):
+            hidden = any(part.startswith(".") for part in path.relative_to(files.root).parts)
             if path.is_file() and not path.is_symlink() and not hidden:
                 yield path
 
-    def _fetch(self, source: StorePath, files: Files, folder: Path) -> None:
-        try:
-            fetch(source, files, folder, _MOST_BYTES)
-        except StoreError:
-            raise
-        except CheckpointError as error:
-            raise UserError(str(error)) from None
 
-
-def _found(folder: StorePath, names: Iterable[str]) -> Files:
-    """The objects of these names that there are."""
-    found = ((name, (folder / name).find()) for name in names)
-    return {name: each for name, each in found if each is not None}
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
 
 
 def _read(file: BinaryIO, size: int) -> Iterator[bytes]:

@@ -164,7 +164,7 @@ def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: 
         from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
-    checkpoints.run = files
+    checkpoints.store = files.store
     memory, every = None, output.replicate_every
     if every:
         from shardwise.app.recipes.core.memory import RunInMemory
@@ -287,7 +287,8 @@ def _take_folder(run: _Run) -> int | None:
         if replicas is not None and replicas.diloco.has_peers:  # further than any checkpoint
             return None
         return saved[-1] if saved else None
-    run.files.claim()  # before the look at what others have saved
+    if run.files.store is not None:
+        run.files.store.claim()  # before the look at what others have saved
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
@@ -348,7 +349,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         if log is not None:
             log.close(error)
         journal.write_report(files)
-        files.leave()
+        if files.store is not None:
+            files.store.leave()
         raise
     log.close()
     record.end("finished", **results)

@@ -14,18 +14,18 @@ from __future__ import annotations
 import bisect
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError, UserError
 from shardwise.base.units import counted, one_line
-from shardwise.checkpoint.disk.place import is_url, place_of
+from shardwise.checkpoint.disk.place import is_url
 from shardwise.checkpoint.formats.detect import find_tokenizer
 from shardwise.insight.planning import presets
 from shardwise.insight.schema.option import OptionError
@@ -73,7 +73,7 @@ class ByteStream:
     def __init__(self, documents: Iterable[Document]) -> None:
         self.documents = tuple(documents)
         # Position in the stream of each document's separator, and of the end.
-        self._starts = [0, *accumulate(document.size + 1 for document in self.documents)]
+        self._starts = [0, *itertools.accumulate(document.size + 1 for document in self.documents)]
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -262,7 +262,7 @@ def _expand(text: str, option: str) -> list[Path]:
     if is_url(text):
         from shardwise.app.recipes.text.stored import fetched_data  # of no use to folders
 
-        path = fetched_data(text, option)
+        path = fetched_data(text, option, _is_left_out)
     if path.is_dir():
         if (path / "run.json").is_file():
             expected = "text; --out names the run that --resume continues"
@@ -302,12 +302,17 @@ def _glob(pattern: str) -> list[str]:
     return found
 
 
+def _is_left_out(name: str) -> bool:
+    """Whether a file or a folder is no text: it is hidden, or Python has made it."""
+    return name.startswith(".") or name == "__pycache__"
+
+
 def _walk(folder: Path, option: str) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
-        folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
-        for name in names:
+        folders[:] = itertools.filterfalse(_is_left_out, folders)
+        for name in itertools.filterfalse(_is_left_out, names):
             file = Path(parent, name)
-            if not name.startswith(".") and file.is_file():
+            if file.is_file():
                 yield _readable(file, option)
 
 
@@ -442,7 +447,7 @@ class Tokenizer:
 
     def __init__(self, name: str, option: str = "--tokenizer") -> None:
         try:  # that of a run is in a folder of its own
-            folder = opening.small_files(place_of(name))
+            folder = opening.small_files(name)
             found = find_tokenizer(folder) or (folder if is_url(name) else name)
             self.tokenizer: Any = opening.tokenizer(found)
         except (CheckpointError, OSError, ValueError) as error:

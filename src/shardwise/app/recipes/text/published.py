@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.base.errors import CheckpointError, UserError
+from shardwise.base.errors import CheckpointError
 from shardwise.base.files import Links, read_small
 from shardwise.base.strict import Fields, parse
 from shardwise.base.units import listed
-from shardwise.checkpoint.disk.companions import INDEX
-from shardwise.checkpoint.disk.place import is_url
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
+from shardwise.checkpoint.disk.place import Place, place_of
+from shardwise.checkpoint.formats.detect import find_checkpoint
 from shardwise.insight.planning.presets import find_settings
-from shardwise.insight.schema.option import OptionError, naming
+from shardwise.insight.schema.option import OptionError, naming, require
 from shardwise.insight.schema.sharding import PrecisionName
-from shardwise.pretrained.opening import from_hub
+from shardwise.pretrained.opening import from_hub, small_files
 
 if TYPE_CHECKING:
     from torch import nn
 
 _CONFIG = "config.json"
-_SINGLE = "model.safetensors"
 _MAX_INDEX = 1 << 28
 _SAMPLES, _SAMPLE = 256, 1 << 12  # parts of a file that make its fingerprint, and bytes of each
 # Weights in other formats: they are pickles, or of other frameworks.
@@ -52,30 +52,36 @@ def find_pretrained(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such model, or it has no weights.
     """
-    if is_url(name):
-        from shardwise.app.recipes.text.stored import fetched_config
+    with naming("--from"):
+        folder = _with_config(name, place_of(name))
+        has_config = (folder / _CONFIG).is_file()
+        require(
+            has_config, "--from", f"{name} without {_CONFIG}", "the model's configuration in it"
+        )
+        return find_settings(str(folder), {})
 
-        return naming("--from")(find_settings)(str(fetched_config(name)), {})
-    folder = Path(name)
-    if not folder.exists():
-        return naming("--from")(find_settings)(str(_from_hub(name)), {})
-    if not folder.is_dir():
-        raise OptionError("--from", f"{name}, a file", "the folder that it is in")
-    missing = missing_weights(folder)
+
+def _with_config(name: str, place: Place) -> Path:
+    """The folder that the configuration of a model with weights has to be in."""
+    if isinstance(place, Path) and not place.exists():
+        return from_hub(name, [_CONFIG])
+    is_file = not place.is_dir() if isinstance(place, Path) else name.endswith(".safetensors")
+    require(not is_file, "--from", f"{name}, a file", "the folder that it is in")
+    if not isinstance(place, Path):
+        find_checkpoint(place)
+        return small_files(place)
+    missing = missing_weights(place)
     if missing is not None:
         raise OptionError("--from", f"{name} {missing}", "a folder with all files of a model")
     # A run has it, of which this may be the folder, or a checkpoint.
-    runs = map(RunDir, (folder, folder.absolute().parent.parent))
-    found = next((run.root for run in runs if run.run_json.is_file()), folder)
-    if not (found / _CONFIG).is_file():
-        raise OptionError("--from", f"{name} without {_CONFIG}", "the model's configuration in it")
-    return naming("--from")(find_settings)(str(found), {})
+    runs = map(RunDir, (place, place.absolute().parent.parent))
+    return next((run.root for run in runs if run.is_run()), place)
 
 
 def missing_weights(folder: Path) -> str | None:
     """Return what a folder lacks of the weights of a model; None: nothing."""
     index = folder / INDEX
-    if index.is_file() and not (folder / _SINGLE).is_file():  # of which the single file wins
+    if index.is_file() and not (folder / SINGLE).is_file():  # of which the single file wins
         try:
             text = read_small(index, _MAX_INDEX, Links.FOLLOW)
             files = Fields(parse(text, str(index)), str(index)).object("weight_map").values()
@@ -95,34 +101,31 @@ def missing_weights(folder: Path) -> str | None:
     return "without weights"
 
 
-def _from_hub(name: str) -> Path:
-    """Download the configuration of a model, and return its path."""
-    try:
-        return from_hub(name, [_CONFIG]) / _CONFIG
-    except CheckpointError as error:
-        raise UserError(f"--from: {error}") from None
-
-
 def fingerprint(name: str) -> str:
     """Return what tells the weights of one base model from those of another.
 
     It is a hash of the sizes of the files and of parts that are spread over each of them, so that
     large models need no more reading than small ones. In an object store, the entity tags stand for
     these parts. A name on the Hugging Face Hub stands for itself.
-    """
-    if is_url(name):
-        from shardwise.app.recipes.text.stored import fingerprint_of_weights
 
-        return fingerprint_of_weights(name)
-    folder = Path(name)
-    if not folder.is_dir():
-        return name
+    Raises:
+        UserError: the object store cannot be read.
+    """
     digest = xxhash.xxh3_128()
-    for file in sorted(folder.rglob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        for part in _parts(file, size):
-            digest.update(part)
+    with naming("--from"):
+        place = place_of(name)
+        if not isinstance(place, Path):
+            for file, found in sorted(place.below().items()):
+                if file.endswith(".safetensors"):
+                    digest.update(f"{file} {found.size} {found.tag or found.modified}\n".encode())
+        elif not place.is_dir():
+            return name
+        else:
+            for path in sorted(place.rglob("*.safetensors")):
+                size = path.stat().st_size
+                digest.update(f"{path.name} {size}".encode())
+                for part in _parts(path, size):
+                    digest.update(part)
     return digest.hexdigest()
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+#: The file of a model in one file, which is read rather than an index beside it.
+SINGLE = "model.safetensors"
+#: The file of a model in several files that names the file of each tensor.
+INDEX = "model.safetensors.index.json"
 #: What to do to the parts that DeepSpeed saves on each rank.
 DEEPSPEED = "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a model of them"
 _NAME = re.compile(r"(.*?)rank-(\d{1,9})-of-(\d{1,9})(\.pt|\.pth|\.bin)")
