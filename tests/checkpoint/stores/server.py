@@ -51,6 +51,7 @@ class Server:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     hidden: set[str] = field(default_factory=set)  # keys that lists lack
+    ignored: set[str] = field(default_factory=set)  # headers, as WSGI names them
     seen: list[tuple[str, str]] = field(default_factory=list)
     sent: int = 0  # bytes that clients have written
     got: int = 0  # and read
@@ -80,6 +81,8 @@ class Server:
         if fault == "reset":
             return _reset(environ)
         environ["wsgi.input"] = io.BytesIO(body)
+        for name in self.ignored:
+            environ.pop(name, None)
         with self._lock:  # moto is not made for several requests at a time
             answer = []
             found = b"".join(self._app(environ, lambda *given, **_: answer.append(given)))

@@ -58,7 +58,9 @@ def server(_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
     store_path._store_of.cache_clear()
     _server.faults.clear()
     _server.hidden.clear()
+    _server.ignored.clear()
     _server.seen.clear()
+    store_path._refusing.clear()
     yield _server
     _server.on_request = lambda method, path: None
 
@@ -242,6 +244,39 @@ def test_a_model_that_is_replaced_names_itself(server: Server, root: str) -> Non
         assert call("checkpoint", "consolidate", *words) == 0
         with pytest.raises(CheckpointError, match=r"a\.safetensors: was replaced"):
             source.full(path)
+
+
+def test_a_store_that_ignores_the_condition_is_refused_before_all_is_sent(
+    server: Server, root: str
+) -> None:
+    server.ignored.add("HTTP_IF_NONE_MATCH")
+    before = server.sent
+    with pytest.raises(CheckpointError, match=rf"{root}/\.partial/a\..*\(If-None-Match"):
+        checkpoint.save(f"{root}/a", large())
+    assert server.sent - before < 1000 and objects(root) == []
+    with pytest.raises(StoreError, match="If-None-Match"):
+        place_of(f"{root}/sessions/1").create(b"{}")
+
+
+def test_the_condition_is_tried_once_in_a_process(server: Server, root: str) -> None:
+    """So it costs a request of the first save, and none of the others."""
+    counts = []
+    for step in (1, 2):
+        server.seen.clear()
+        checkpoint.save(f"{root}/step-{step:08}", large())
+        counts.append(sum(".partial" in path and method == "PUT" for method, path in server.seen))
+    assert counts == [2, 1]
+
+
+def test_a_store_that_ignores_tags_is_noticed(server: Server, root: str) -> None:
+    server.ignored.add("HTTP_IF_MATCH")
+    place = place_of(f"{root}/a")
+    place.write([b"one"], 3)
+    tag = place.find().tag
+    assert place.read(0, 2, tag)[0] == b"on"
+    place.write([b"two"], 3)
+    with pytest.raises(CheckpointError, match="a: was replaced while it was read"):
+        place.read(0, 2, tag)
 
 
 def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
