@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import multiprocessing
 import os
@@ -277,6 +278,28 @@ def test_a_store_that_ignores_tags_is_noticed(server: Server, root: str) -> None
     place.write([b"two"], 3)
     with pytest.raises(CheckpointError, match="a: was replaced while it was read"):
         place.read(0, 2, tag)
+
+
+def test_google_gets_the_same_requests(
+    server: Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its protocol of XML is that of S3, but for the name of the condition, and for deletions."""
+    account = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+    google = root.replace("s3://", "gs://")
+    for step in (1, 2, 3):
+        checkpoint.save(f"{google}/step-{step:08}", large(step), keep_last=2)
+    loaded = large()
+    checkpoint.load(f"{google}/step-00000003", loaded)
+    assert equal(loaded, large(3))
+    assert objects(google) == objects(root) and len(objects(root)) == 4
+    assert checkpoint.steps(google) == [2, 3]
+    assert not place_of(f"{google}/step-00000003/manifest.json").create(b"{}")
+    server.ignored.add("HTTP_IF_NONE_MATCH")
+    store_path._refusing.clear()
+    with pytest.raises(CheckpointError, match="although on condition"):
+        checkpoint.save(f"{google}/step-00000004", large())
 
 
 def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,6 +368,8 @@ def _store_of(root: str) -> Any:
 
             with contextlib.suppress(ValueError):  # it has none
                 options["credential_provider"] = Boto3CredentialProvider()
+    if root.startswith("gs") and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
+        options["client_options"] = {"allow_http": True}
     client = {"timeout": f"{_SECONDS}s", "connect_timeout": "10s"}
     options["client_options"] = options.get("client_options", {}) | client
     import datetime
