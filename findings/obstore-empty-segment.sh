@@ -36,3 +36,13 @@ for list_ in (lambda: list(obstore.list(store, "list")), lambda: obstore.list_wi
 print("s3fs:", fs.find("runs/list"))
 server.stop()
 PROGRAM
+# Output:
+#   obstore 0.12.1
+#   s3fs 2026.9.0
+#   moto 5.2.5
+#   flask 3.1.3
+#   flask-cors 6.0.5
+#   obstore: ['list/a']
+#   obstore: Encountered object with invalid path: Path "list//b" contained empty path segment
+#   obstore: Encountered object with invalid path: Path "list//" contained empty path segment
+#   s3fs: ['runs/list//b', 'runs/list/a']
