@@ -32,8 +32,9 @@ _SECONDS = 60  # for one request, and for all attempts at it
 # What an answer of a store says in XML or JSON; the rest may name keys, and what was signed.
 _WORDS = re.compile(r"<Code>([^<]{1,100})</Code>|<Message>([^<]{1,300})</Message>")
 _STATUS = re.compile(r"status code: (\d{3} [A-Za-z ]+)")
-_refusing: set[str] = set()  # the stores of which it is known that they refuse what there is
 _QUERY = re.compile(r"(https?://)(?:[^\s/@]*@)?([^\s?)]*)(\?[^\s)]*)?")
+
+_refusing: set[str] = set()  # stores that are known to refuse an object where there is one
 
 
 class StoredObject(NamedTuple):
@@ -222,8 +223,9 @@ class StorePath(os.PathLike[str]):
         try:
             with self._asking("be read"):
                 found = obstore.get(self._store(), self._key, options=options)
-                if _bare(options.get("if_match", "")) not in ("", _bare(found.meta["e_tag"] or "")):
-                    raise _ReplacedError("the store has not compared them")
+                tag = options.get("if_match")
+                if tag is not None and _bare(tag) != _bare(found.meta["e_tag"] or ""):
+                    raise _ReplacedError("of which a store that ignores the tag says nothing")
                 start, end = found.range
                 data = found.bytes() if end - start <= most else b""
                 return memoryview(data), found.meta["size"]
