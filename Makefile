@@ -14,7 +14,7 @@ ARGS ?=
 # Tests at a time. Most wait for half of their time, so four suit two processors.
 WORKERS ?= 4
 
-.PHONY: help train test long docs wheel matrix fuzz ecosystem check format bench gpu clean
+.PHONY: help train test long docs wheel matrix fuzz soak ecosystem check format bench gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -48,6 +48,10 @@ fuzz: $(DEV) ## damage checkpoints; run random programs; hold plans against trai
 	@$(BIN)/python -m tests.fuzz.programs --programs 10000 --seed 1
 	@$(BIN)/python -m tests.fuzz.programs --programs 2000 --seed 2 --world 4 --hosts 2 --transports auto
 	@$(BIN)/python -m tests.fuzz.plans --trainings 500 --seed 1000
+
+soak: ## kill ranks that save to an object store, 200 times, in .venv-ecosystem (make soak ARGS="--kills 20 --seed 2")
+	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem
+	@.venv-ecosystem/bin/python -m tests.checkpoint.stores.soak $(ARGS)
 
 ecosystem: ## run the tests with other people's programs, all of them, in .venv-ecosystem
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem .venv-ecosystem/.ready-ecosystem

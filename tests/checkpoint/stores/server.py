@@ -21,6 +21,7 @@ _BODY = (
     "<Error><Code>{code}</Code><Message>{message}</Message>"
     f"<AWSAccessKeyId>{ACCESS}</AWSAccessKeyId><StringToSign>{SECRET}</StringToSign></Error>"
 )
+_SIGNED = f"AWS4-HMAC-SHA256 Credential={ACCESS}/20260101/us-east-1/s3/aws4_request, Signature=0"
 _KEY = re.compile(rb"<Contents>\s*<Key>([^<]*)</Key>.*?</Contents>", re.DOTALL)
 
 
@@ -51,6 +52,7 @@ class Server:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     hidden: set[str] = field(default_factory=set)  # keys that lists lack
+    ignored: set[str] = field(default_factory=set)  # headers, as WSGI names them
     seen: list[tuple[str, str]] = field(default_factory=list)
     sent: int = 0  # bytes that clients have written
     got: int = 0  # and read
@@ -80,6 +82,12 @@ class Server:
         if fault == "reset":
             return _reset(environ)
         environ["wsgi.input"] = io.BytesIO(body)
+        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":  # as Google calls it
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
+            environ["HTTP_AUTHORIZATION"] = _SIGNED  # which moto does not verify
+        for name in self.ignored:
+            environ.pop(name, None)
         with self._lock:  # moto is not made for several requests at a time
             answer = []
             found = b"".join(self._app(environ, lambda *given, **_: answer.append(given)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import multiprocessing
 import os
@@ -58,7 +59,9 @@ def server(_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
     store_path._store_of.cache_clear()
     _server.faults.clear()
     _server.hidden.clear()
+    _server.ignored.clear()
     _server.seen.clear()
+    store_path._refusing.clear()
     yield _server
     _server.on_request = lambda method, path: None
 
@@ -242,6 +245,61 @@ def test_a_model_that_is_replaced_names_itself(server: Server, root: str) -> Non
         assert call("checkpoint", "consolidate", *words) == 0
         with pytest.raises(CheckpointError, match=r"a\.safetensors: was replaced"):
             source.full(path)
+
+
+def test_a_store_that_ignores_the_condition_is_refused_before_all_is_sent(
+    server: Server, root: str
+) -> None:
+    server.ignored.add("HTTP_IF_NONE_MATCH")
+    before = server.sent
+    with pytest.raises(CheckpointError, match=rf"{root}/\.partial/a\..*\(If-None-Match"):
+        checkpoint.save(f"{root}/a", large())
+    assert server.sent - before < 1000 and objects(root) == []
+    with pytest.raises(StoreError, match="If-None-Match"):
+        place_of(f"{root}/sessions/1").create(b"{}")
+
+
+def test_the_condition_is_tried_once_in_a_process(server: Server, root: str) -> None:
+    """So it costs a request of the first save, and none of the others."""
+    counts = []
+    for step in (1, 2):
+        server.seen.clear()
+        checkpoint.save(f"{root}/step-{step:08}", large())
+        counts.append(sum(".partial" in path and method == "PUT" for method, path in server.seen))
+    assert counts == [2, 1]
+
+
+def test_a_store_that_ignores_tags_is_noticed(server: Server, root: str) -> None:
+    server.ignored.add("HTTP_IF_MATCH")
+    place = place_of(f"{root}/a")
+    place.write([b"one"], 3)
+    tag = place.find().tag
+    assert place.read(0, 2, tag)[0] == b"on"
+    place.write([b"two"], 3)
+    with pytest.raises(CheckpointError, match="a: was replaced while it was read"):
+        place.read(0, 2, tag)
+
+
+def test_google_gets_the_same_requests(
+    server: Server, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its protocol of XML is that of S3, but for the name of the condition, and for deletions."""
+    account = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
+    google = root.replace("s3://", "gs://")
+    for step in (1, 2, 3):
+        checkpoint.save(f"{google}/step-{step:08}", large(step), keep_last=2)
+    loaded = large()
+    checkpoint.load(f"{google}/step-00000003", loaded)
+    assert equal(loaded, large(3))
+    assert objects(google) == objects(root) and len(objects(root)) == 4
+    assert checkpoint.steps(google) == [2, 3]
+    assert not place_of(f"{google}/step-00000003/manifest.json").create(b"{}")
+    server.ignored.add("HTTP_IF_NONE_MATCH")
+    store_path._refusing.clear()
+    with pytest.raises(CheckpointError, match="although on condition"):
+        checkpoint.save(f"{google}/step-00000004", large())
 
 
 def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ class StoreCommit:
         self._began = time.monotonic()
         self._mark = _mark(folder, self._nonce)
         self._mark.write([b"\n"], 1)
+        self._mark.prove_refusal(b"\n")  # before all is sent
         with contextlib.suppress(StoreError):  # it may be that this process may not delete
             clean_older(self._mark)
 

@@ -34,6 +34,8 @@ _WORDS = re.compile(r"<Code>([^<]{1,100})</Code>|<Message>([^<]{1,300})</Message
 _STATUS = re.compile(r"status code: (\d{3} [A-Za-z ]+)")
 _QUERY = re.compile(r"(https?://)(?:[^\s/@]*@)?([^\s?)]*)(\?[^\s)]*)?")
 
+_refusing: set[str] = set()  # stores that are known to refuse an object where there is one
+
 
 class StoredObject(NamedTuple):
     """An object that a store has."""
@@ -45,6 +47,11 @@ class StoredObject(NamedTuple):
 
 def _object(found: Any) -> StoredObject:
     return StoredObject(found["size"], found["last_modified"], found["e_tag"])
+
+
+def _bare(tag: str) -> str:
+    """An entity tag without what a list leaves out of it, in Azure for instance."""
+    return tag.removeprefix("W/").strip('"')
 
 
 class _MissingError(StoreError):
@@ -217,6 +224,9 @@ class StorePath(os.PathLike[str]):
         try:
             with self._asking("be read"):
                 found = obstore.get(self._store(), self._key, options=options)
+                tag = options.get("if_match")
+                if tag is not None and _bare(tag) != _bare(found.meta["e_tag"] or ""):
+                    raise _ReplacedError("of which a store that ignores the tag says nothing")
                 start, end = found.range
                 data = found.bytes() if end - start <= most else b""
                 return memoryview(data), found.meta["size"]
@@ -252,8 +262,34 @@ class StorePath(os.PathLike[str]):
         """Write an object, unless there is one. Returns whether it was written.
 
         Raises:
-            StoreError: it cannot be written, or that is not known.
+            StoreError: it cannot be written, or that is not known; see also :meth:`prove_refusal`.
         """
+        made = self._put_new(data)
+        if made:
+            self.prove_refusal(data)
+        return made
+
+    def prove_refusal(self, data: bytes) -> None:
+        """Send this object once more, to see that the store refuses it, since there is one.
+
+        A store that ignores the condition would tell each of two processes that its object is the
+        one. This costs a request for each store in each process.
+
+        Raises:
+            StoreError: it has taken the object, which is deleted then; or it does not answer.
+        """
+        if self._root not in _refusing and self._put_new(data):
+            with contextlib.suppress(StoreError):
+                self.remove()
+            raise StoreError(
+                f"{self}: was written a second time, although on condition that there is none "
+                "(If-None-Match); expected a store that refuses this, as S3, Google Cloud Storage "
+                "and Azure do: in this one, two processes could save under one name, and both be "
+                "told that they have"
+            )
+        _refusing.add(self._root)
+
+    def _put_new(self, data: bytes) -> bool:
         obstore = _obstore()
         try:
             with self._asking("be written"):
@@ -335,6 +371,8 @@ def _store_of(root: str) -> Any:
 
             with contextlib.suppress(ValueError):  # it has none
                 options["credential_provider"] = Boto3CredentialProvider()
+    if root.startswith("gs") and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
+        options["client_options"] = {"allow_http": True}
     client = {"timeout": f"{_SECONDS}s", "connect_timeout": "10s"}
     options["client_options"] = options.get("client_options", {}) | client
     import datetime
