@@ -56,14 +56,14 @@ def folder_of(name: str, path: StrPath) -> Path:
     return Path(path)
 
 
-def read_whole(path: Place, most: int) -> bytes:
-    """Read a file of at most ``most`` bytes. Symbolic links are followed.
+def read_whole(path: Place, most: int, links: Links = Links.FOLLOW) -> bytes:
+    """Read a file of at most ``most`` bytes.
 
     Raises:
         CheckpointError: it is missing, or larger, or no regular file.
         StoreError: the object store does not answer.
     """
-    return read_small(path, most, Links.FOLLOW) if isinstance(path, Path) else path.read_small(most)
+    return read_small(path, most, links) if isinstance(path, Path) else path.read_small(most)
 
 
 def absolute(path: StrPath) -> Place:
