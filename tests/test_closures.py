@@ -15,7 +15,7 @@ DOORS = {
     "fully_shard": ("shardwise.fully_shard", 13470, 47),
     "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 16722, 57),
     "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 18750, 70),
-    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21222, 81),
+    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21231, 81),
     "simulate": ("shardwise.simulate(print, 2)", 7465, 35),
     "timeline.record": ("shardwise.timeline.record", 7097, 31),
     "a training of a recipe": (

@@ -432,15 +432,15 @@ def test_of_two_publishers_one_wins_each_number(
 ) -> None:
     first = shardwise.publish(constant_model(1), "policy", to=str(store))
     second = shardwise.publish(constant_model(2), "policy", to=str(store))
-    create = StorePath.create
+    write = folder.hf.write_model
 
-    def be_late(self: StorePath, data: bytes) -> bool:
-        monkeypatch.setattr(StorePath, "create", create)
+    def be_late(*given: Any, **options: Any) -> None:
+        monkeypatch.setattr(folder.hf, "write_model", write)
         second.update()
-        return create(self, data)
+        write(*given, **options)
 
-    monkeypatch.setattr(StorePath, "create", be_late)
-    with pytest.raises(CheckpointError, match="another"):
+    monkeypatch.setattr(folder.hf, "write_model", be_late)
+    with pytest.raises(CheckpointError, match="version-00000003 exists"):
         first.update()
     assert dict(shardwise.subscribe("policy", at=str(store)))["weight"].eq(2).all()
     assert (first.update(), second.update()) == (4, 5)

@@ -320,15 +320,6 @@ class ExtentReader(Closing):
                 if "neg" in extent.bits:
                     target.neg_()
 
-    def expect(self, extents: Iterable[Extent], box: Box, itemsize: int) -> None:
-        """Plan to read a box of a tensor from its extents, in an object store."""
-        for extent in () if self._stored is None else extents:
-            common = extent.box.intersection(box)
-            if common is not None:
-                first, end = common.relative_to(extent.box.offsets).span(extent.box.sizes)
-                start = extent.start + first * itemsize
-                self._stored.want(extent.file.name, start, start + (end - first) * itemsize)
-
     def close(self) -> None:
         """Close all files."""
         while self._open:
@@ -390,11 +381,6 @@ class ExtentSource(Source):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         self._reader.read(self._extents_of(path), box, into)
-
-    def expect(self, parts: Iterable[tuple[StatePath, Box]]) -> None:
-        """Plan to read parts of tensors; see :class:`.Source`."""
-        for path, box in parts:
-            self._reader.expect(self._extents_of(path), box, self.tensors[path].itemsize)
 
     def close(self) -> None:
         """Close all files."""
