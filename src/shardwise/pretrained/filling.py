@@ -218,8 +218,8 @@ def _load(
             del rows  # before the next one is read
         direct = {each: plan.direct[plain] for each, plain in first.items() if plain in plan.direct}
         source.expect((path, own_part(state[each])[0]) for each, path in direct.items())
-        for each, path in direct.items():
-            read_part(state[each], each, source, window, path)
+        for each, where in direct.items():
+            read_part(state[each], each, source, window, where)
         converted: dict[str, list[torch.Tensor]] = {}  # a weight, and copies that adapters make
         for each, plain in first.items():
             if plain in plan.converted:
