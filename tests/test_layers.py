@@ -239,11 +239,6 @@ def test_imports_inside_a_package_point_downward() -> None:
     assert not upward, "\n".join(upward)
 
 
-#: A box of a tensor that moves, of checkpoint/ranks/moving.py, and the rows of a file of Hugging
-#: Face: parts of tensors are to get one geometry, and these one name each with it.
-TWICE = frozenset({"Rows"})
-
-
 def test_no_class_name_stands_twice() -> None:
     """A name that is searched for leads to one class, with an underscore before it or without."""
     found: dict[str, list[str]] = {}
@@ -252,7 +247,6 @@ def test_no_class_name_stands_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(f"{name}:{node.lineno}")
     twice = [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
-    twice = [each for each in twice if each.partition(":")[0] not in TWICE]
     assert not twice, "say what each is:\n" + "\n".join(twice)
 
 

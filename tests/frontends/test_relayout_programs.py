@@ -39,6 +39,7 @@ from shardwise import (
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError, MisuseError
 from shardwise.checkpoint.ranks import moving
+from shardwise.checkpoint.ranks.rows import RowExchange
 from shardwise.checkpoint.ranks.state import state_of, strategy_of
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of, states_of
@@ -589,11 +590,11 @@ def test_the_copy_of_a_model_stays_where_it_is(rank: int, world_size: int) -> No
 # -- what fails in the middle ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["_at_source", "_at_target", "open"])
+@pytest.mark.parametrize("what", ["_out_of", "_into", "open"])
 @on_processes(3)
 def test_a_rank_that_fails_is_named_on_all(rank: int, world_size: int, what: str) -> None:
     model, mesh = sharded(mesh_of(3)), mesh_of(2)
-    where = moving._Arrivals if what == "open" else moving._RowExchange
+    where = moving._Arrivals if what == "open" else RowExchange
     failing = patch.object(where, what, side_effect=RuntimeError("broken memory"))
     error = pytest.raises(CheckpointError, match="relayout: rank 1: RuntimeError: broken memory")
     with failing if rank == 1 else nullcontext(), error:
@@ -634,8 +635,8 @@ PARTS: dict[str, type] = {
     "take_place": ShardedParam,
     "fill_place": ShardedParam,
     "open": moving._Arrivals,
-    "_at_source": moving._RowExchange,
-    "_at_target": moving._RowExchange,
+    "_out_of": RowExchange,
+    "_into": RowExchange,
     "install": moving._Arrivals,
 }
 MAKERS: dict[str, Callable[[nn.Module, Path], torch.optim.Optimizer]] = {
@@ -708,7 +709,7 @@ def _fails_and_goes_on(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("part", "call"),
     [(part, 1) for part in PARTS]
-    + [(part, 4) for part in ("fill_place", "open", "_at_source", "_at_target")],
+    + [(part, 4) for part in ("fill_place", "open", "_out_of", "_into")],
 )
 def test_a_relayout_that_fails_on_a_rank_leaves_the_training_as_it_was(
     threads: Ranks, part: str, call: int
@@ -737,7 +738,7 @@ def _goes_on_alike(rank: int, world_size: int, name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("part", "call"), [("_at_target", 9), ("install", 1)])
+@pytest.mark.parametrize(("part", "call"), [("_into", 9), ("install", 1)])
 def test_states_of_every_optimizer_go_back(
     threads: Ranks, name: str, part: str, call: int, tmp_path: Path
 ) -> None:
@@ -766,11 +767,11 @@ def _keeps_the_source(rank: int, world_size: int, dtype: torch.dtype) -> None:
 def test_a_transfer_that_fails_leaves_the_source_as_it_was(
     threads: Ranks, dtype: torch.dtype
 ) -> None:
-    with failing_once("_at_target", 9):
+    with failing_once("_into", 9):
         threads(_keeps_the_source, 2, dtype)
 
 
-@pytest.mark.parametrize("part", ["_at_target", "install"])
+@pytest.mark.parametrize("part", ["_into", "install"])
 @on_processes(2)
 def test_ctrl_c_on_one_rank(rank: int, world_size: int, part: str) -> None:
     """All ranks turn back, or the rank ends what it does together with them."""
@@ -779,12 +780,12 @@ def test_ctrl_c_on_one_rank(rank: int, world_size: int, part: str) -> None:
     steps(model, optimizer, 2)
     before = whole(model, optimizer)
     on_others: Any = nullcontext()
-    if part == "_at_target":
+    if part == "_into":
         on_others = pytest.raises(CheckpointError, match="rank 1: RuntimeError: interrupted")
     ends = pytest.raises(KeyboardInterrupt) if rank == 1 else on_others
     with failing_once(part, error=lambda: signal.raise_signal(signal.SIGINT)), ends:
         relayout(model, optimizer, strategy="no-shard")
-    assert strategy_of(model) == ("full" if part == "_at_target" else "no-shard")
+    assert strategy_of(model) == ("full" if part == "_into" else "no-shard")
     assert_same(whole(model, optimizer), before)
     steps(model, optimizer)
 

@@ -16,16 +16,22 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CheckpointError
-from shardwise.weights import memory
+from shardwise.checkpoint.disk.place import place_of
+from shardwise.checkpoint.disk.store_commit import StoreCommit
+from shardwise.checkpoint.disk.store_path import StorePath
+from shardwise.weights import folder, memory
 from shardwise.weights.folder import newest_in_folder
 from tests.weights.constant import constant_model, set_weights
 from tests.weights.names import keep_names_in
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "store"])
 def to(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     """Where weights are published."""
-    return None if request.param == "memory" else str(tmp_path / "published")
+    if request.param == "store":
+        pytest.importorskip("obstore", reason="needs obstore: install .[test]")
+    places = {"folder": f"{tmp_path}/published", "store": f"file://{tmp_path}/published"}
+    return places.get(request.param)
 
 
 # -- any place -------------------------------------------------------------------------------------
@@ -69,6 +75,7 @@ def test_one_that_nobody_publishes_is_an_error_after_the_timeout(to: str | None)
         dict(shardwise.subscribe("policy", at=to, timeout=0.01))
 
 
+@pytest.mark.parametrize("to", ["memory", "folder"], indirect=True)
 def test_a_name_has_one_publisher(to: str | None) -> None:
     first = shardwise.publish(constant_model(), "policy", to=to)
     with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* doing that"):
@@ -343,3 +350,108 @@ def test_a_model_that_gets_a_parameter_is_published_with_it(tmp_path: Path) -> N
         model.bias = nn.Parameter(torch.ones(64))
         weights.update()
         assert dict(subscription).keys() == {"weight", "bias"}
+
+
+# -- object stores ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> StorePath:
+    pytest.importorskip("obstore", reason="needs obstore: install .[test]")
+    place = place_of(f"{request.param}://{tmp_path}/bucket")
+    assert isinstance(place, StorePath)
+    return place
+
+
+def _stored_versions(store: StorePath) -> set[str]:
+    return {each.split("/")[1] for each in store.below()}
+
+
+def test_in_a_store_the_newest_version_and_the_one_before_it_stay(store: StorePath) -> None:
+    model = constant_model(0)
+    for _ in range(2):  # also if it is published by another process then
+        with shardwise.publish(model, "policy", to=str(store)) as weights:
+            for value in (1, 2, 3):
+                set_weights(model, value)
+                weights.update()
+        last = weights.version
+        assert _stored_versions(store) == {f"version-{last - n:08}" for n in (0, 1)}
+    assert last == 8
+    number, folder = newest_in_folder("policy", str(store))
+    assert (number, folder) == (8, store / "policy" / "version-00000008")
+
+
+def test_a_version_that_is_incomplete_is_not_seen(
+    store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a publisher that was killed. The next one takes another number, and deletes it."""
+
+    def killed(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    model = constant_model(1)
+    with shardwise.publish(model, "policy", to=str(store)) as weights:
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreCommit, "_put", killed)  # all but the index is there
+            patch.setattr(StoreCommit, "abandon", lambda self: None)
+            with pytest.raises(CheckpointError, match="killed"):
+                weights.update()
+        assert weights.version == newest_in_folder("policy", str(store))[0] == 1
+        subscription = shardwise.subscribe("policy", at=str(store))
+        assert dict(subscription)["weight"].eq(1).all()
+        assert _stored_versions(store) >= {"version-00000002"}
+        for value in (3, 4, 5):
+            set_weights(model, value)
+            assert weights.update() == value
+    assert dict(subscription)["weight"].eq(5).all()
+    assert not _stored_versions(store) & {"version-00000001", "version-00000002"}
+
+
+def test_a_version_that_is_deleted_while_it_is_read_gives_way_to_the_next(
+    store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = constant_model(1)
+    with shardwise.publish(model, "policy", to=str(store)) as weights:
+        subscription = shardwise.subscribe("policy", at=str(store))
+        full = folder.HfSource.full
+
+        def publish_meanwhile(self: Any, path: Any) -> torch.Tensor:
+            monkeypatch.setattr(folder.HfSource, "full", full)
+            for value in (2, 3, 4):
+                set_weights(model, value)
+                weights.update()
+            return full(self, path)
+
+        monkeypatch.setattr(folder.HfSource, "full", publish_meanwhile)
+        assert dict(subscription)["weight"].eq(4).all()
+        assert subscription.version == 4
+
+
+def test_of_two_publishers_one_wins_each_number(
+    store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = shardwise.publish(constant_model(1), "policy", to=str(store))
+    second = shardwise.publish(constant_model(2), "policy", to=str(store))
+    write = folder.hf.write_model
+
+    def be_late(*given: Any, **options: Any) -> None:
+        monkeypatch.setattr(folder.hf, "write_model", write)
+        second.update()
+        write(*given, **options)
+
+    monkeypatch.setattr(folder.hf, "write_model", be_late)
+    with pytest.raises(CheckpointError, match="version-00000003 exists"):
+        first.update()
+    assert dict(shardwise.subscribe("policy", at=str(store)))["weight"].eq(2).all()
+    assert (first.update(), second.update()) == (4, 5)
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    for url in ("ftp://host/a", "s3://key:secret@bucket/a"):
+        for call in (
+            lambda url=url: shardwise.publish(constant_model(), "policy", to=url),
+            lambda url=url: shardwise.subscribe("policy", at=url),
+        ):
+            with pytest.raises(ValueError, match="found") as error:
+                call()
+            assert "secret" not in str(error.value)

@@ -24,15 +24,12 @@ from shardwise._torch import fsdp
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
-from shardwise.checkpoint.disk.place import place_of
-from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
+from shardwise.checkpoint.disk.place import folder_of, place_of
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.contents import Contents, Conversion, info_of
 from shardwise.checkpoint.ranks.hf import (
-    Contents,
-    Conversion,
     SavedModel,
-    info_of,
     named_tensors,
     write_configs,
     write_model,
@@ -178,7 +175,7 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
-    max_shard_size: int = DEFAULT_SHARD,
+    max_shard_size: int | None = None,
     buffer: int = DEFAULT_BUFFER,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -199,11 +196,13 @@ def save_pretrained(
 
     Args:
         model: a model of ``transformers``, or a ``PeftModel`` around one; sharded or not.
-        folder: the folder to make, on a file system that all ranks share.
+        folder: the folder to make, on a file system that all ranks share; or, but for adapters,
+            its URL in an object store, where each file is sent by one rank.
         tokenizer: what is saved beside the model with its own ``save_pretrained``: a tokenizer, a
             processor, an image processor; ``None`` for nothing.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
-        buffer: bytes that writing may hold beside the model and what is gathered.
+            ``None`` for 50 GB, and in an object store for 2 GB.
+        buffer: bytes that writing to a folder may hold beside the model and what is gathered.
         group: the ranks that save together; the default process group if ``None``.
 
     Raises:
@@ -220,6 +219,9 @@ def save_pretrained(
                 f"model: found a {type(model).__name__}, expected a model of transformers; pass "
                 "the inner model of a wrapper, or use shardwise.checkpoint.save_hf for any other"
             )
+        if saved.needs_single:  # peft knows no index, and asks for one name
+            folder_of("folder", folder)
+        place_of(folder)
         return saved
 
     wait_for_save()
@@ -231,7 +233,7 @@ def save_pretrained(
             tokenizer.save_pretrained(os.fspath(partial))
 
     write_model(
-        Path(folder),
+        place_of(folder),
         replace(saved, write_others=write_others),
         max_shard_size=max_shard_size,
         buffer=buffer,

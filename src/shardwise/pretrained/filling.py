@@ -216,9 +216,10 @@ def _load(
                 _read_converted({plain: [rows]}, plan, conversions, source, window)
             layer.pack(rows)
             del rows  # before the next one is read
-        for each, plain in first.items():
-            if plain in plan.direct:
-                read_part(state[each], each, source, window, plan.direct[plain])
+        direct = {each: plan.direct[plain] for each, plain in first.items() if plain in plan.direct}
+        source.expect((path, own_part(state[each])[0]) for each, path in direct.items())
+        for each, where in direct.items():
+            read_part(state[each], each, source, window, where)
         converted: dict[str, list[torch.Tensor]] = {}  # a weight, and copies that adapters make
         for each, plain in first.items():
             if plain in plan.converted:

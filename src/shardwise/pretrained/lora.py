@@ -31,7 +31,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.files import sync
 from shardwise.base.units import one_line
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
+from shardwise.checkpoint.ranks.contents import Contents, Conversion, info_of
+from shardwise.checkpoint.ranks.hf import SavedModel
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor, own_tensors, ties
 from shardwise.pretrained import hf, opening

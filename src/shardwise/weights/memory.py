@@ -35,10 +35,17 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.files import LockedFile, is_locked, read_small
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, StoredSpan, lay_out, read_header
-from shardwise.checkpoint.ranks import hf
 from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.checkpoint.ranks.contents import (
+    Contents,
+    Rows,
+    agreed_contents,
+    own_rows,
+    write_rows,
+)
+from shardwise.checkpoint.ranks.hf import SavedModel
 from shardwise.transport.carrier import host_by
-from shardwise.weights.version import Version, quoted
+from shardwise.weights.version import LOOK_SECONDS, Version, quoted
 
 _MOST_POINTER = 4096  # bytes
 
@@ -134,7 +141,7 @@ class MemoryVersions:
         CheckpointError: another process publishes this name, or the system is not Linux.
     """
 
-    def __init__(self, name: str, saved: hf.SavedModel, most: int, ranks: Ranks) -> None:
+    def __init__(self, name: str, saved: SavedModel, most: int, ranks: Ranks) -> None:
         self._doing = f"publishing {name!r}"
         self._saved = saved
         self._most = most
@@ -165,7 +172,7 @@ class MemoryVersions:
         """
         with contextlib.ExitStack() as locks:
 
-            def prepare(contents: hf.Contents) -> tuple[_Pointer, int]:
+            def prepare(contents: Contents) -> tuple[_Pointer, int]:
                 header, _ = lay_out(contents.infos, PT_METADATA)
                 nbytes = len(header) + sum(info.nbytes for info in contents.infos.values())
                 self._settle()
@@ -177,13 +184,13 @@ class MemoryVersions:
                 inode = os.fstat(descriptor).st_ino
                 return _Pointer(version, self._host, os.getpid(), descriptor, inode), nbytes
 
-            contents, (pointer, nbytes) = hf.agreed_contents(
+            contents, (pointer, nbytes) = agreed_contents(
                 self._contents, self._ranks, self._doing, prepare
             )
             infos = contents.infos
             _, starts = lay_out(infos, PT_METADATA)
 
-            def write(rows: list[hf.Rows]) -> None:
+            def write(rows: list[Rows]) -> None:
                 for each in rows:
                     info = infos[each.name]
                     memory = self._mapped(pointer.file, nbytes)
@@ -204,7 +211,7 @@ class MemoryVersions:
                 beside.replace(self._name.pointer)
                 self._settle()
 
-            written = hf.write_rows(contents, self._ranks, write)
+            written = write_rows(contents, self._ranks, write)
             self._ranks.first(self._doing, show, after=written)
             self.version = pointer.version.number
 
@@ -224,10 +231,10 @@ class MemoryVersions:
             self.version = newest.version.number
             self._files.sort(key=lambda each: each == newest.descriptor)  # the newest comes last
 
-    def _contents(self) -> hf.Contents:
+    def _contents(self) -> Contents:
         contents = self._saved.contents()
         is_apart = host_by("pid") != self._host
-        if is_apart and (contents.conversions or hf.own_rows(contents, self._ranks)):
+        if is_apart and (contents.conversions or own_rows(contents, self._ranks)):
             raise CheckpointError(
                 "is on another host, or in another container, than the first rank; expected ranks "
                 "that see each other in /proc. Publish to a folder that all see (to=)"
@@ -314,7 +321,12 @@ class MemoryReader:
 
     Args:
         name: the name.
+
+    Attributes:
+        look_seconds: seconds between two looks at whether there is a newer version.
     """
+
+    look_seconds = LOOK_SECONDS
 
     def __init__(self, name: str) -> None:
         self._name = _Name(name)

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import nn
 
 from shardwise.base.arguments import check_arguments
 from shardwise.base.files import Closing
-from shardwise.checkpoint.disk.place import folder_of
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import SavedModel, saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
@@ -52,8 +51,8 @@ def publish(
         model: the model: sharded by Shardwise or by torch, or not sharded. One of ``transformers``
             is published under the names that :func:`shardwise.save_pretrained` gives its weights.
         name: what readers call it; any text.
-        to: a folder that all ranks and readers see. Versions are written to ``to/name`` as
-            safetensors. ``None`` for memory of this host.
+        to: a folder that all ranks and readers see, or its URL in an object store. Versions are
+            written to ``to/name`` as safetensors. ``None`` for memory of this host.
         dtype: what floating-point tensors are converted to; ``None`` for the dtype of the shards.
         adapters: what is published of a ``PeftModel``: ``"alone"``, the adapters as peft saves
             them; ``"merged"``, the weights of the base with the adapters merged into them, for
@@ -85,7 +84,7 @@ def publish(
             raise ValueError(f"adapters: found {adapters!r}, expected {expected}")
         quoted(name)
         if to is not None:
-            folder_of("to", to)
+            place_of(to)
         own = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
         return replace(own, contents=lambda: replace(own.contents(), dtype=dtype))
 
@@ -93,7 +92,7 @@ def publish(
     publication = Publication(
         MemoryVersions(name, saved, buffers, ranks)
         if to is None
-        else FolderVersions(Path(to) / quoted(name), saved, ranks, group)
+        else FolderVersions(place_of(to) / quoted(name), saved, ranks, group)
     )
     try:
         publication.update()

@@ -17,6 +17,7 @@ import torch
 
 from shardwise.base.arguments import check_seconds
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.place import folder_of
 from shardwise.weights.folder import newest_in_folder
 from shardwise.weights.subscribe import Subscription
 
@@ -105,7 +106,7 @@ def send_folder(name: str, engine: Any, *, at: str | os.PathLike[str]) -> int:
     Raises:
         CheckpointError: there is none, it is of an earlier release, or the engine has refused it.
     """
-    number, folder = newest_in_folder(name, at)
+    number, folder = newest_in_folder(name, folder_of("at", at))
     _check(engine.update_weights_from_disk(model_path=str(folder)))
     return number
 

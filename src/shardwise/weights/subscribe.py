@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from shardwise.base.arguments import check_arguments, check_timeout
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.place import place_of
 from shardwise.weights.folder import FolderReader
 from shardwise.weights.memory import MemoryReader
 from shardwise.weights.version import Version, quoted
-
-_LOOK_SECONDS = 0.002
 
 
 def subscribe(
@@ -36,17 +34,18 @@ def subscribe(
 
     Args:
         name: what they are published as.
-        at: the folder that they are published to; ``None`` for memory of this host.
+        at: the folder that they are published to, or its URL in an object store, at which readers
+            look once a second; ``None`` for memory of this host.
         timeout: longest time to wait for a version, in seconds.
 
     Returns:
         The weights, as an iterable of names and tensors.
 
     Raises:
-        ValueError: ``name`` cannot be one.
+        ValueError: ``name`` cannot be one, or ``at`` is a URL of no store, or has credentials.
     """
     check_arguments(subscribe, locals())
-    reader = MemoryReader(name) if at is None else FolderReader(Path(at) / quoted(name))
+    reader = MemoryReader(name) if at is None else FolderReader(place_of(at) / quoted(name))
     return Subscription(name, reader, timeout)
 
 
@@ -113,4 +112,4 @@ class Subscription:
                 f"subscribing to {self._name!r}: found {read} within the timeout, expected a new "
                 "one; is the trainer alive, and does it call update()?"
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(max(0.0, min(self._reader.look_seconds, deadline - time.monotonic())))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 #: Changes when a reader of an earlier release would misread what is published.
 FORMAT = 1
+#: Seconds between two looks at whether there is a newer version.
+LOOK_SECONDS = 0.002
 _MOST_NAME = 200  # bytes, so that a suffix fits in the name of a file
 
 

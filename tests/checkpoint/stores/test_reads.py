@@ -21,7 +21,7 @@ from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.checkpoint.disk.store_reads import StoreReads
-from tests.checkpoint.small import make
+from tests.checkpoint.small import make, same
 
 pytest.importorskip("obstore", reason="needs obstore: install .[test]")
 
@@ -220,3 +220,17 @@ def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_store_that_does_not_answer_is_named_with_the_rank(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 0: file:///.*/a/shard-.*\(503 Slow Down\)"):
         checkpoint.load(store_of(folder), *make(seed=1))
+
+
+def test_small_tensors_of_safetensors_side_by_side_are_read_with_one_request(
+    tmp_path: Path, asked: list[tuple[str, int, int]]
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(18)))
+    checkpoint.save_hf(str(store_of(tmp_path) / "hf"), model)
+    loaded = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(18)))
+    asked.clear()
+    checkpoint.load_weights(str(store_of(tmp_path) / "hf"), loaded)
+    reads = sorted((start, end) for _, start, end in asked)[1:]  # no header
+    assert len(reads) == 3  # of 36 tensors and 18 MB, in parts of 8 MiB
+    assert sum(end - start for start, end in reads) == sum(p.nbytes for p in model.parameters())
+    assert same(model, loaded)

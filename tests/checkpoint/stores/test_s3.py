@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import checkpoint
+from shardwise import checkpoint, fully_shard
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.text.config import LmConfig
@@ -32,6 +32,7 @@ from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
 from tests.cli.shell import call
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
+from tests.threads import run_threads
 from tests.worlds import Ranks
 
 pytest.importorskip("obstore", reason="needs obstore: install .[test]")
@@ -108,6 +109,47 @@ def test_large_files_go_in_parts_both_ways(server: Server, root: str) -> None:
     checkpoint.load(f"{root}/a", loaded)
     assert nbytes < server.got - before[1] < 1.02 * nbytes
     assert equal(model, loaded)
+
+
+def test_a_model_that_ranks_save_goes_in_parts_once(server: Server, root: str) -> None:
+    before = server.sent
+
+    def save(rank: int, world_size: int) -> torch.nn.Module:
+        model = large()
+        fully_shard(model)
+        checkpoint.save_hf(f"{root}/hf", model, max_shard_size=8 << 20)
+        return model
+
+    run_threads(save, 2)
+    nbytes = sum(each.nbytes for each in large().parameters())
+    assert nbytes < server.sent - before < 1.02 * nbytes
+    parts = [path for method, path in server.seen if method == "PUT" and "partNumber=" in path]
+    assert len(parts) == 2  # of the first file; the second one has less than a part
+    assert len(objects(root)) == 3
+    loaded, before = large(seed=1), server.got
+    checkpoint.load_weights(f"{root}/hf", loaded)
+    assert nbytes < server.got - before < 1.02 * nbytes
+    assert equal(large(), loaded)
+
+
+@pytest.mark.parametrize("key", ["partNumber=2", "uploads", "model-00002-of", "index.json"])
+def test_a_model_that_the_store_does_not_take_is_not_there(
+    key: str, server: Server, root: str
+) -> None:
+    server.faults[:] = [Fault("PUT", key, 403, times=99), Fault("POST", key, 403, times=99)]
+
+    def save(rank: int, world_size: int) -> str:
+        model = large()
+        fully_shard(model)
+        with pytest.raises(CheckpointError, match="403 Forbidden") as error:
+            checkpoint.save_hf(f"{root}/hf", model, max_shard_size=8 << 20)
+        return str(error.value)
+
+    (said,) = {*run_threads(save, 2)}
+    assert said.startswith(f"saving {root}/hf: rank ") and SECRET not in said
+    assert objects(root) == []
+    server.faults.clear()
+    checkpoint.save_hf(f"{root}/hf", large())
 
 
 FAULTS = {

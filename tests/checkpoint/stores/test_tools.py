@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -459,7 +460,7 @@ def test_what_stores_do_not_get_is_refused(
     save(on_disk / "a")
     name = "out" if words[0] == "convert" else "out.pt"
     words = [words[0], str(on_disk / "a"), str(on_disk / name), *words[1:]]
-    assert "folders of this host only" in refused(capsys, "checkpoint", *words)
+    assert "expected a folder of this host" in refused(capsys, "checkpoint", *words)
 
 
 def test_a_command_writes_nothing_that_ends_with_it(on_disk: StorePath, capsys: Capture) -> None:
@@ -510,7 +511,7 @@ def test_what_was_replaced_is_not_read_if_its_deletion_is_killed(
     then: Format,
     deletions: int,
 ) -> None:
-    """Nor is it forgotten. Until a manifest is deleted, which is the first, it is read, however."""
+    """Nor forgotten. Until its manifest is deleted, by this command or the next, it is read."""
     save(root / "a", step=1)
     save(root / "b", step=2)
     convert(root / "a", root / "out", first)
@@ -532,9 +533,28 @@ def test_what_was_replaced_is_not_read_if_its_deletion_is_killed(
             convert(root / "b", root / "out", then, force=True)
     is_old = first is Format.SHARDWISE and deletions == 0
     assert equal(root / "out", root / ("a" if is_old else "new"))
+    left = [each.nbytes for each in list_leftovers(root)]
+    assert bool(sum(left)) == (len((root / "out").below()) > len((root / "new").below()))
     store_commit.clean(root, float("inf"))
-    if deletions:
-        assert len((root / "out").below()) == len((root / "new").below()), "the rest is deleted"
+    assert list_leftovers(root) == []
+    assert equal(root / "out", root / "new")
+    assert len((root / "out").below()) == len((root / "new").below()), "the rest is deleted"
+
+
+def test_what_has_been_put_there_since_a_killed_replacement_is_kept(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root / "a", step=1)
+    convert(root / "a", root / "out", Format.HF)
+    put(root / "out" / "config.json", b"{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(StorePath, "remove", lambda *_: None)
+        convert(root / "a", root / "out", Format.SHARDWISE, force=True)
+    time.sleep(0.01)
+    put(root / "out" / "config.json", b"mine")
+    store_commit.clean(root, float("inf"))
+    assert stored(root / "out") == {"SHARD", "manifest.json", "config.json"}
+    assert equal(root / "out", root / "a")
 
 
 def test_what_cannot_be_deleted_is_not_replaced(

@@ -135,12 +135,14 @@ def _has_name(name: str) -> bool:
     )
 
 
-def check_name(destination: StorePath, source: Place, *, force: bool = False) -> Collection[str]:
+def check_name(
+    destination: StorePath, source: Place | None, *, force: bool = False
+) -> Collection[str]:
     """Check that a name in an object store can be written to, before anything is read.
 
     Args:
         destination: the name.
-        source: the checkpoint that is read.
+        source: the checkpoint that is read; ``None`` if there is none.
         force: replace an object of that name, or a folder that contains nothing but a checkpoint.
 
     Returns:

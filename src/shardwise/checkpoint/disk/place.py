@@ -50,8 +50,8 @@ def folder_of(name: str, path: StrPath) -> Path:
     """
     if is_url(os.fspath(path)):
         raise ValueError(
-            f"{name}: found a URL, expected a folder of this host; to an object store, write with "
-            "checkpoint.save, or copy with shardwise checkpoint convert"
+            f"{name}: found a URL, expected a folder of this host; object stores get Shardwise's "
+            "own checkpoints, and safetensors"
         )
     return Path(path)
 

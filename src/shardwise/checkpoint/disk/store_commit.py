@@ -13,16 +13,20 @@ them: an attempt gives up an hour after it began, by its own clock. So the next 
 marks of more than two hours tell of, by the clock of the store, which has made its own mark just
 before. That holds if clocks run equally fast and no request takes an hour. If it does not hold,
 whoever commits finds files missing, and withdraws the manifest.
+
+Just before it commits, an attempt that replaces a checkpoint lists the old files in its mark: once
+its commit is there, these are what is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
@@ -40,7 +44,7 @@ _SHARD = re.compile(
     r"(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors",
     re.ASCII,
 )
-_COMMITS = (NAME, INDEX)  # the files that commit, each in one format
+_COMMITS = frozenset({NAME, INDEX, SINGLE})  # what a checkpoint is read by
 
 
 class StoreCommit:
@@ -74,7 +78,7 @@ class StoreCommit:
             )
         self._began = time.monotonic()
         self._mark = _mark(folder, self._nonce)
-        self._mark.write([b"\n"], 1)
+        _write_mark(self._mark)
         self._mark.prove_refusal(b"\n")  # before all is sent
         with contextlib.suppress(StoreError):  # it may be that this process may not delete
             clean_older(self._mark)
@@ -128,19 +132,19 @@ class StoreCommit:
                 f"{MOST.total_seconds():,.0f}: others may take its files for leftovers by now"
             )
         old = {*self._replaces} - {*files, *self.texts, self._last}
-        marks = _mark_all(self.folder, old)  # so that what is left of them is deleted one day
+        if old:
+            _write_mark(self._mark, old)  # so that whoever cleans deletes what is left of them
         for name, small in self.texts.items():
             self._put_small(self.folder / name, small)
         self._put(self.folder / self._last, text)
         for reason in self.folder.lost(files).values():
             self._withdraw(text)
             raise CheckpointError(f"{reason}; the checkpoint was withdrawn")
-        commits = old & {*_COMMITS, SINGLE}
+        commits = old & _COMMITS
         self.folder.remove(commits)  # else these would be read
         with contextlib.suppress(StoreError):  # a mark does no harm, nor does what is not named
             self.folder.remove(old - commits)
-            for mark in (*marks, self._mark):
-                mark.remove()
+            self._mark.remove()
 
     def _put_small(self, path: StorePath, data: bytes) -> None:
         if path.name in self._replaces:
@@ -210,28 +214,29 @@ def committed(
         raise
 
 
-def delete_stored(folder: StorePath) -> None:
+def delete_stored(folder: StorePath, others: Collection[str] = ()) -> None:
     """Delete a checkpoint, complete or not. If interrupted, none that looks complete is left.
+
+    Args:
+        folder: its name.
+        others: files below that are deleted besides the weights.
 
     Raises:
         StoreError: it cannot be deleted.
     """
-    found = folder.below()
-    shards = [name for name in found if _SHARD.fullmatch(name)]
-    marks = _mark_all(folder, shards)
-    (folder / NAME).remove()
-    folder.remove(shards)
+    matches = [match for match in map(_SHARD.fullmatch, folder.below()) if match]
+    marks = [_mark(folder, each) for each in {match["nonce"] for match in matches} if each]
+    for mark in marks:
+        _write_mark(mark)  # so that others delete the rest if this process is killed
+    _remove(folder, {NAME, *(match.string for match in matches), *others})
     for mark in marks:
         mark.remove()
 
 
-def _mark_all(folder: StorePath, files: Iterable[str]) -> list[StorePath]:
-    """Mark files that are about to be deleted, so that others do so if this process is killed."""
-    matches = filter(None, map(_SHARD.fullmatch, files))
-    marks = [_mark(folder, each) for each in {match["nonce"] for match in matches} if each]
-    for mark in marks:
-        mark.write([b"\n"], 1)
-    return marks
+def _remove(folder: StorePath, files: Set[str]) -> None:
+    """Delete files of a checkpoint; first those that it is read by."""
+    folder.remove(files & _COMMITS)
+    folder.remove(files - _COMMITS)
 
 
 def under_way(folder: StorePath) -> set[str]:
@@ -273,10 +278,7 @@ def clean(root: StorePath, before: float, names: Collection[str] | None = None) 
     """
     for name, nonce, mark, modified in _marks(root):
         if modified < before and (names is None or name in names):
-            folder = root / name
-            if not _named(folder, nonce):
-                matches = filter(None, map(_SHARD.fullmatch, folder.below()))
-                folder.remove([each.string for each in matches if each["nonce"] == nonce])
+            _remove(root / name, _left(root / name, nonce, mark, modified).keys())
             mark.remove()
 
 
@@ -287,7 +289,7 @@ def clean_now(root: StorePath) -> None:
         StoreError: the store does not answer, or nothing may be written or deleted.
     """
     mark = _mark(root / "clean", secrets.token_hex(8))
-    mark.write([b"\n"], 1)
+    _write_mark(mark)
     try:
         clean_older(mark)
     finally:
@@ -298,15 +300,37 @@ def leftovers(root: StorePath) -> Iterator[tuple[StorePath, int, float]]:
     """Yield the checkpoints of which attempts have left something, or are being written or deleted.
 
     Yields:
-        The name of the checkpoint, the bytes of the attempt's files that no manifest names, and
-        when it began, in seconds of the store's clock.
+        The name of the checkpoint, the bytes of the files that no manifest names, and when it
+        began, in seconds of the store's clock.
     """
-    for name, nonce, _, modified in _marks(root):
-        folder, nbytes = root / name, 0
-        if not _named(folder, nonce):
-            found = folder.listed()[1].items()
-            nbytes = sum(each.size for file, each in found if f"-{nonce}." in file)
-        yield folder, nbytes, modified
+    for name, nonce, mark, modified in _marks(root):
+        yield root / name, sum(_left(root / name, nonce, mark, modified).values()), modified
+
+
+def _left(folder: StorePath, nonce: str, mark: StorePath, modified: float) -> dict[str, int]:
+    """The files that an attempt has left, with their bytes: its own, or those that it replaced.
+
+    Args:
+        folder: the checkpoint.
+        nonce: of the attempt.
+        mark: of the attempt.
+        modified: when the mark was written: what is newer was not replaced.
+    """
+    found = folder.listed()[1]
+    if not _named(folder, nonce):
+        own = {each: _SHARD.fullmatch(each) for each in found}
+        return {name: found[name].size for name, m in own.items() if m and m["nonce"] == nonce}
+    try:
+        replaced = json.loads(mark.read_small(MAX_BYTES) or "[]")
+    except StoreError:
+        raise
+    except (CheckpointError, ValueError):  # it is deleted by now, or of an earlier release
+        return {}
+    return {
+        name: each.size
+        for name, each in found.items()
+        if isinstance(replaced, list) and name in replaced and each.modified.timestamp() <= modified
+    }
 
 
 def _marks(root: StorePath) -> Iterator[tuple[str, str, StorePath, float]]:
@@ -326,9 +350,15 @@ def _mark(folder: StorePath, nonce: str) -> StorePath:
     return folder.parent / _MARKS / f"{folder.name}.{nonce}"
 
 
+def _write_mark(mark: StorePath, replaces: Collection[str] = ()) -> None:
+    """Tell of an attempt, and of the files that are to be deleted once it has committed."""
+    text = json.dumps(sorted(replaces)).encode()
+    mark.write([text], len(text))
+
+
 def _named(folder: StorePath, nonce: str) -> bool:
     """Whether a manifest names files of an attempt, or cannot be read, so that it might."""
-    return any(_names(folder / each, nonce) for each in _COMMITS)
+    return any(_names(folder / each, nonce) for each in (NAME, INDEX))
 
 
 def _names(commit: StorePath, nonce: str) -> bool:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from shardwise.base.boxes import full_box, row_major
+from shardwise.base.boxes import Box, full_box, row_major
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.portions import portions
 from shardwise.base.strict import Fields, parse, refuse
@@ -105,6 +105,14 @@ class HfSource(ExtentSource):
             raise CheckpointError(f"{file}: is missing")
         with self._reads.open(file.name) as opened:
             return read_spans(opened.read, opened.size, file)
+
+    def expect(self, parts: Iterable[tuple[StatePath, Box]]) -> None:
+        """Plan to read parts of tensors; see :class:`.Source`."""
+        for path, box in parts if self._reads is not None else ():
+            assert self._reads is not None
+            extent, itemsize = self._extents[path], self.tensors[path].itemsize
+            first, end = (extent.start + at * itemsize for at in box.span(extent.box.sizes))
+            self._reads.want(extent.file.name, first, end)
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         return [self._extents[path]]

@@ -94,6 +94,9 @@ class Source(Closing, abc.ABC):
             CheckpointError: the checkpoint is damaged.
         """
 
+    def expect(self, parts: Iterable[tuple[StatePath, Box]]) -> None:
+        """Plan to read parts of tensors, in this order, where that saves requests to a store."""
+
     def full(self, path: StatePath) -> torch.Tensor:
         """Read a tensor in full.
 

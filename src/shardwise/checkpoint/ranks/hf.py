@@ -1,8 +1,8 @@
 """The weights of a model, written in Hugging Face's format: each rank writes its shards.
 
 The files are planned and made on the first rank, with room for every tensor. Then each rank writes
-its rows to their places. Nothing is gathered, except for what a caller wants written in another
-form than the model has it, such as the experts of a layer one by one: see :class:`Conversion`.
+its rows to their places. In an object store, where a file has one writer, rows travel to it: see
+:mod:`.streams`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ import itertools
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
-from shardwise.base.boxes import Box, full_box, narrow
-from shardwise.base.errors import CheckpointError
+from shardwise.base.boxes import narrow
 from shardwise.base.files import sync, write_new
-from shardwise.checkpoint.disk.beside import written_beside
-from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.filenames import SINGLE
-from shardwise.checkpoint.disk.place import folder_of
+from shardwise.checkpoint.disk.companions import Folder, write_beside
+from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
+from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
+from shardwise.checkpoint.formats.destination import destination_of
 from shardwise.checkpoint.formats.hf import (
     CONFIG,
     DEFAULT_SHARD,
@@ -44,21 +41,21 @@ from shardwise.checkpoint.formats.hf import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, checked, group_for
-from shardwise.checkpoint.ranks.alike import RankState, check_alike, digests_of
-from shardwise.checkpoint.ranks.loading import own_part, tensors_of
+from shardwise.checkpoint.ranks.contents import Contents, Rows, agreed_contents, write_rows
+from shardwise.checkpoint.ranks.loading import tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.sharding.placement import full_tensor
 
-R = TypeVar("R")
+#: Default size of a file in an object store, in bytes: many ranks have one to write.
+STORE_SHARD = 2 * 10**9
 
 
 def save_hf(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    max_shard_size: int = DEFAULT_SHARD,
+    max_shard_size: int | None = None,
     buffer: int = DEFAULT_BUFFER,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -71,195 +68,21 @@ def save_hf(
     :func:`shardwise.save_pretrained` also writes the tokenizer.
 
     Args:
-        path: the folder to make, on a file system that all ranks share.
+        path: the folder to make, on a file system that all ranks share; or its URL in an object
+            store, where each file is sent by one rank.
         model: the model, sharded or not.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
-        buffer: bytes that writing may hold beside the model.
+            ``None`` for 50 GB, and in an object store for 2 GB.
+        buffer: bytes that writing to a folder may hold beside the model.
         group: the ranks that save together; the default process group if ``None``.
 
     Raises:
         CheckpointError: it could not be written, or the path exists.
     """
     wait_for_save()
-    checked(save_hf, group, locals(), lambda: folder_of("path", path))
+    checked(save_hf, group, locals(), lambda: place_of(path))
     saved = saved_model(model)
-    write_model(Path(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Tensors of a model that are written in another form.
-
-    Attributes:
-        sources: the tensors of the model by name, sharded or not.
-        results: what is written in their place, by name.
-        convert: makes the tensors to write of the full ``sources``, on the CPU.
-    """
-
-    sources: Mapping[str, torch.Tensor]
-    results: Mapping[str, TensorInfo]
-    convert: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-
-    def renamed(self, names: Mapping[str, str]) -> Conversion:
-        """The same, with results of other names.
-
-        Args:
-            names: the new name of each result.
-        """
-        return Conversion(
-            self.sources,
-            {names[name]: info for name, info in self.results.items()},
-            lambda full: {names[name]: each for name, each in self.convert(full).items()},
-        )
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What ranks write of a model.
-
-    Attributes:
-        tensors: the tensors to write by their names in the files, sharded or not.
-        conversions: what is written in another form. The sources of one conversion at a time are
-            gathered in full on every rank.
-        dtype: what floating-point tensors are converted to; ``None`` to write them as they are.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    conversions: Sequence[Conversion] = ()
-    dtype: torch.dtype | None = None
-
-    @functools.cached_property
-    def infos(self) -> dict[str, TensorInfo]:
-        """Dtype and shape of everything that is written, by name."""
-        infos = {name: info_of(tensor) for name, tensor in self.tensors.items()}
-        for conversion in self.conversions:
-            infos.update(conversion.results)
-        return {
-            name: TensorInfo(dtype_name(self.dtype_of(torch_dtype(info.dtype))), info.shape)
-            for name, info in infos.items()
-        }
-
-    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which tensors of a dtype are written."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A part of a tensor that this rank writes.
-
-    Attributes:
-        name: of the tensor.
-        shape: of the tensor in full.
-        box: which part of it.
-        values: the part, in the dtype of the model; shares the memory of a shard, or is new.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    values: torch.Tensor
-
-
-def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
-    """The rows of this rank's shards that it is the one to write."""
-    mine = {name: each.detach() for name, each in contents.tensors.items() if _writes(each, ranks)}
-    parts = {name: own_part(tensor) for name, tensor in mine.items()}
-    return [
-        Rows(name, tuple(mine[name].shape), box, values.resolve_conj().resolve_neg())
-        for name, (box, values) in parts.items()
-    ]
-
-
-def agreed_contents(
-    read: Callable[[], Contents], ranks: Ranks, doing: str, prepare: Callable[[Contents], R]
-) -> tuple[Contents, R]:
-    """Let every rank find what it writes, and the first rank prepare for that. All ranks call this.
-
-    Args:
-        read: called on every rank; returns what is written.
-        ranks: who writes.
-        doing: what the ranks do, for error messages.
-        prepare: called on the first rank with what it writes, once all others have found the same.
-
-    Returns:
-        What this rank writes, and what ``prepare`` has returned.
-
-    Raises:
-        CheckpointError: a rank failed, or has other tensors than the first one; raised on all ranks
-            alike.
-    """
-    found: list[Contents] = []
-
-    def plan() -> tuple[int, int, RankState]:
-        found.append(read())
-        infos = found[0].infos
-        lines = "\n".join(f"{name} {info.dtype} {info.shape}" for name, info in infos.items())
-        replicas = {n: t for n, t in found[0].tensors.items() if not isinstance(t, DTensor)}
-        digests = digests_of(replicas, replicas.keys() if ranks.size > 1 else frozenset())
-        held = RankState(
-            [], [], {(("model", name), ()): digest for name, digest in digests.items()}
-        )
-        return len(infos), xxhash.xxh3_64_intdigest(lines.encode("utf-8", "surrogatepass")), held
-
-    def compare(plans: list[tuple[int, int, RankState]]) -> list[tuple[R, str]]:
-        for number, each in enumerate(plans):
-            if each[:2] != plans[0][:2]:
-                raise CheckpointError(
-                    f"found {plans[0][0]} tensors, and on rank {number} of those that save "
-                    f"{each[0]}, of other names, shapes or dtypes; expected the same model on all"
-                )
-        differs = check_alike([held for _, _, held in plans], ranks.names)
-        return [(prepare(found[0]), differs)] * len(plans)
-
-    prepared, differs = ranks.together(doing, plan, compare)
-    if differs:
-        warnings.warn(differs, stacklevel=2)
-    return found[0], prepared
-
-
-def write_rows(
-    contents: Contents, ranks: Ranks, write: Callable[[list[Rows]], None]
-) -> Callable[[], None]:
-    """Let every rank write its rows. Every rank calls this.
-
-    Every element is written by one rank. What is converted is written by one rank in full, the
-    ranks taking turns.
-
-    Args:
-        contents: what to write.
-        ranks: who writes.
-        write: called with rows of this rank, once for the shards and once for each conversion.
-
-    Returns:
-        What raises if this rank has failed: its part in the next round of ``ranks``. Until then, it
-        gathers with the others all the same.
-    """
-    errors: list[Exception] = []
-
-    def attempt(make: Callable[[], list[Rows]]) -> None:
-        try:
-            if not errors:
-                write(make())
-        except Exception as error:  # raised below
-            errors.append(error)
-
-    attempt(lambda: own_rows(contents, ranks))
-    for number, conversion in enumerate(contents.conversions):
-        sources = {name: each.detach() for name, each in conversion.sources.items()}
-        full = {
-            name: (full_tensor(each) if isinstance(each, DTensor) else each).cpu()
-            for name, each in sources.items()
-        }
-        if number % ranks.size == ranks.rank:
-            attempt(functools.partial(_converted, conversion, full))
-        del full
-
-    def check() -> None:
-        if errors:
-            raise errors[0]
-
-    return check
+    write_model(place_of(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
 
 
 @dataclass(frozen=True)
@@ -289,20 +112,20 @@ def saved_model(model: nn.Module) -> SavedModel:
 
 
 def write_model(
-    target: Path,
+    place: Place,
     saved: SavedModel,
     *,
-    max_shard_size: int = DEFAULT_SHARD,
+    max_shard_size: int | None = None,
     buffer: int = DEFAULT_BUFFER,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a model, sharded or not, to a new folder. Every rank calls this.
 
     Args:
-        target: the folder to make, on a file system that all ranks share.
+        place: the folder to make, on a file system that all ranks share, or in an object store.
         saved: what to write.
-        max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
-        buffer: bytes that writing may hold beside the model.
+        max_shard_size: as for :func:`save_hf`.
+        buffer: as for :func:`save_hf`.
         group: the ranks that save together; the default process group if ``None``.
 
     Raises:
@@ -310,29 +133,39 @@ def write_model(
     """
     wait_for_save()
     ranks = Ranks(group_for(group))
-    doing = f"saving {target}"
+    doing = f"saving {place}"
+    if max_shard_size is None:
+        max_shard_size = DEFAULT_SHARD if isinstance(place, Path) else STORE_SHARD
+    most = sys.maxsize if saved.needs_single else max_shard_size
     with contextlib.ExitStack() as stack:
 
-        def prepare(contents: Contents) -> tuple[str, Files]:
-            most = sys.maxsize if saved.needs_single else max_shard_size
+        def prepare(contents: Contents) -> Files:
             files = plan_files(contents.infos, most, saved.single)
-            partial = stack.enter_context(written_beside(target, None))
-            partial.mkdir()
-            _make_files(partial, files)
-            write_index(partial, files)
-            saved.write_others(partial)
-            for made in partial.rglob("*"):
-                sync(made)
-            return str(partial), files
+            folder = stack.enter_context(destination_of(place).opened(INDEX))
+            write_index(folder, files)
+            with _small_files(folder) as others:
+                saved.write_others(others)
+            placed = {os.fspath(folder / name): infos for name, infos in files.items()}
+            if isinstance(folder, Path):
+                _make_files(placed)
+            return placed
 
-        contents, (partial, files) = agreed_contents(saved.contents, ranks, doing, prepare)
-        places = {
-            name: (Path(partial) / file, at)
-            for file, infos in files.items()
-            for name, at in lay_out(infos, PT_METADATA)[1].items()
-        }
-        write = functools.partial(_write_places, places, contents, ReadWindow(buffer))
-        ranks.first(doing, stack.close, after=write_rows(contents, ranks, write))
+        contents, files = agreed_contents(saved.contents, ranks, doing, prepare)
+        if isinstance(place, Path):
+            places = {
+                name: (Path(file), at)
+                for file, infos in files.items()
+                for name, at in lay_out(infos, PT_METADATA)[1].items()
+            }
+            write = functools.partial(_write_places, places, contents, ReadWindow(buffer))
+            check = write_rows(contents, ranks, write)
+        else:
+            from shardwise.checkpoint.ranks.streams import FileStreams  # of no use to folders
+
+            streams = FileStreams(contents, files, ranks, doing)
+            streams.write()
+            check = streams.check
+        ranks.first(doing, stack.close, after=check)
 
 
 def named_tensors(model: nn.Module, secondary: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
@@ -378,16 +211,29 @@ def write_configs(folder: Path, model: nn.Module) -> None:
         write_new(folder / GENERATION_CONFIG, generation.to_json_string().encode())
 
 
-def info_of(tensor: torch.Tensor) -> TensorInfo:
-    """The dtype and the full shape of a tensor."""
-    return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
+@contextlib.contextmanager
+def _small_files(folder: Folder) -> Iterator[Path]:
+    """Yield a folder of this host for small files of a checkpoint, which other programs write.
+
+    Args:
+        folder: the folder of the checkpoint, as for :func:`write_beside`.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        for made in folder.rglob("*"):
+            sync(made)
+        return
+    with tempfile.TemporaryDirectory() as beside:
+        yield Path(beside)
+        for made in filter(Path.is_file, Path(beside).rglob("*")):
+            write_beside(folder, made.relative_to(beside).as_posix(), made.read_bytes())
 
 
-def _make_files(folder: Path, files: Files) -> None:
+def _make_files(files: Files) -> None:
     """Make files with a header, and with room for the tensors."""
     for name, tensors in files.items():
         header, _ = lay_out(tensors, PT_METADATA)
-        with (folder / name).open("xb") as opened:
+        with open(name, "xb") as opened:
             opened.write(header)
             opened.truncate(len(header) + sum(info.nbytes for info in tensors.values()))
 
@@ -409,17 +255,6 @@ def _write_places(
             os.fsync(opened.fileno())
 
 
-def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the one to write its part, of all ranks that have the same part."""
-    if not isinstance(tensor, DTensor):
-        return ranks.coordinates
-    coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and not any(
-        isinstance(placement, Replicate) and at
-        for placement, at in zip(tensor.placements, coordinate, strict=True)
-    )
-
-
 def _write_parts(
     handle: int, start: int, rows: Rows, dtype: torch.dtype, window: ReadWindow
 ) -> None:
@@ -431,19 +266,6 @@ def _write_parts(
         for first, count in part.runs(info.shape):
             run, data = data[: count * info.itemsize], data[count * info.itemsize :]
             _write_all(handle, run, start + first * info.itemsize)
-
-
-def _converted(conversion: Conversion, full: Mapping[str, torch.Tensor]) -> list[Rows]:
-    made = conversion.convert(full)
-    if {name: info_of(tensor) for name, tensor in made.items()} != dict(conversion.results):
-        raise CheckpointError(
-            f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
-            f"expected {', '.join(conversion.results)} with the planned shapes"
-        )
-    return [
-        Rows(name, tuple(tensor.shape), full_box(tensor.shape), tensor)
-        for name, tensor in made.items()
-    ]
 
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:

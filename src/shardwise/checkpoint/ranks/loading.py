@@ -272,6 +272,12 @@ def _load_weights(path: Place, model: nn.Module, *, strict: bool, buffer: int) -
     with open_source(path) as source:
         arrival = Arrival(model, str(source.where), strict=strict)
         arrival.expect(_stored_values(source, arrival, ReadWindow(buffer)))
+        own = own_tensors(model)
+        source.expect(
+            (path, own_part(own[name])[0])
+            for name, path in model_tensors(source).items()
+            if name in own and tuple(own[name].shape) == source.tensors[path].shape
+        )
         arrival.load(source.versions)
 
 

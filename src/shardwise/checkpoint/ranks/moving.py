@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from shardwise._torch import autograd
 from shardwise._torch.module import customizes_loading, customizes_saving
 from shardwise.base import interrupts
 from shardwise.base.arguments import check_arguments
-from shardwise.base.boxes import Box, is_tiling, narrow
-from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError, lost_peer_behind
+from shardwise.base.boxes import Box, is_tiling
+from shardwise.base.errors import CheckpointError, MisuseError, lost_peer_behind
 from shardwise.base.libc import trim_heap
 from shardwise.base.portions import portions
 from shardwise.base.states_keeper import drop_states, inside_of, keeper_of
@@ -56,12 +56,13 @@ from shardwise.sharding import states
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.param import forms_of
 from shardwise.sharding.state import groups_of, states_of
-from shardwise.transport.base import Label
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.ranks.rows import RoutedRows
 
 #: Bytes that travel at once, between all ranks.
 _AT_ONCE = 16 * 1024 * 1024
 _BATCHES = 8  # that travel between two agreements, for which new shards are made
-_ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they are packed
 
 #: A model and an optimizer of its parameters, if it has one.
 Training = tuple[nn.Module, torch.optim.Optimizer | None]
@@ -465,7 +466,7 @@ class _Move:
 
         arrivals = self._arrivals = self._ranks.all(self._doing, start)
         open_part = (lambda entry: None) if arrivals is None else arrivals.open
-        exchange = _RowExchange(self._ranks, self._doing, self._held, open_part, check)
+        exchange = _Migration(self._ranks, self._doing, self._held, open_part, check)
         for some in _some_at_a_time(self._entries):
             exchange.run(some)
             names = [entry.fqn for entry in some]
@@ -552,7 +553,7 @@ def hand_over(mine: Departure, leaving: Set[int]) -> None:
                     return box, mine.add(entry, box)
             return None
 
-        exchange = _RowExchange(ranks, doing, mine, take)
+        exchange = _Migration(ranks, doing, mine, take)
         for some in _some_at_a_time(entries):
             exchange.run(some)
 
@@ -781,23 +782,7 @@ class _Arrivals:
         return install(tree, self.model, self._optimizer, saved)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A part of a tensor, and the ranks that it goes from and to."""
-
-    entry: TensorEntry
-    held: Box
-    box: Box
-    source: int
-    target: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes on its way."""
-        return -(-self.box.numel * self.entry.itemsize // _ALIGNED) * _ALIGNED
-
-
-class _RowExchange:
+class _Migration:
     """Tensors that travel, some at a time.
 
     A rank that cannot read or write its rows goes on until the next time that all ranks agree: the
@@ -812,15 +797,20 @@ class _RowExchange:
         open_part: Callable[[TensorEntry], tuple[Box, Tensor] | None],
         check: Callable[[], None] = _nothing,
     ) -> None:
+        from shardwise.checkpoint.ranks.rows import RowExchange  # of no use before
+
         self._ranks = ranks
         self._doing = doing
-        self._held = held
         self._check_more = check
         self._open_part = open_part
         self._opened: dict[str, tuple[Box, Tensor]] = {}
-        self._failed: Exception | None = None
-        # Memory is taken from the system page by page, when it is written to.
-        self._memory = torch.empty(2, 2 * _AT_ONCE, dtype=torch.uint8)
+        self._exchange = RowExchange(
+            ranks,
+            doing,
+            lambda rows: held.part(rows.name, rows.held),
+            lambda rows: self._opened[rows.name][1],
+            room=2 * _AT_ONCE,
+        )
 
     def run(self, entries: list[TensorEntry]) -> None:
         """Bring the tensors to where they belong, on all ranks or on none.
@@ -838,77 +828,34 @@ class _RowExchange:
 
         wanted = self._ranks.agree(self._doing, needs, list)
         every = list(self._rows(entries, wanted))
-        kept = [rows for rows in every if rows.source == rows.target == self._ranks.rank]
-        self._attempt(lambda: [self._at_target(each).copy_(self._at_source(each)) for each in kept])
-        travelling = (rows for rows in every if rows.source != rows.target)
+        self._exchange.send([rows for rows in every if not rows.travels])
+        travelling = (rows for rows in every if rows.travels)
         for some in portions(travelling, lambda rows: rows.nbytes, _AT_ONCE):
-            self._send(some)
+            self._exchange.send(some)
         self._ranks.all(self._doing, self.check)
 
     def check(self) -> None:
         """Raise what has failed on this rank."""
-        if self._failed is not None:
-            raise self._failed
+        self._exchange.check()
         self._check_more()
 
-    def _rows(self, entries: list[TensorEntry], wanted: list[dict[str, Box]]) -> Iterator[_Rows]:
+    def _rows(
+        self, entries: list[TensorEntry], wanted: list[dict[str, Box]]
+    ) -> Iterator[RoutedRows]:
         """What goes from rank to rank, in the same order on all of them.
 
         A rank that has what it needs takes it from itself, another from one of those that have it.
         """
+        from shardwise.checkpoint.ranks.rows import RoutedRows
+
         for entry in entries:
             holders, most = holders_of(entry), max(_AT_ONCE // entry.itemsize, 1)
             for target, needs in enumerate(wanted):
-                if entry.fqn not in needs:
+                if (needed := needs.get(entry.fqn)) is None:
                     continue
                 for held, ranks in holders.items():
-                    common = held.intersection(needs[entry.fqn])
+                    common = held.intersection(needed)
                     source = target if target in ranks else ranks[target % len(ranks)]
                     for box in () if common is None else common.cut(most):
-                        yield _Rows(entry, held, box, source, target)
-
-    def _send(self, rows: list[_Rows]) -> None:
-        """Exchange rows by one all-to-all."""
-        me, sizes = self._ranks.rank, range(self._ranks.size)
-        leaving = sorted((each for each in rows if each.source == me), key=lambda r: r.target)
-        landing = sorted((each for each in rows if each.target == me), key=lambda r: r.source)
-        counts = (
-            [sum(each.nbytes for each in leaving if each.target == rank) for rank in sizes],
-            [sum(each.nbytes for each in landing if each.source == rank) for rank in sizes],
-        )
-        sent, received = (
-            memory[: sum(its)] for memory, its in zip(self._memory, counts, strict=True)
-        )
-        self._attempt(
-            lambda: [p.copy_(self._at_source(each)) for each, p in _packed(leaving, sent)]
-        )
-        label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
-        try:
-            self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
-        except PeerLostError as error:
-            raise CheckpointError(f"{self._doing}: {error}") from error
-        self._attempt(
-            lambda: [self._at_target(each).copy_(p) for each, p in _packed(landing, received)]
-        )
-
-    def _attempt(self, part: Callable[[], object]) -> None:
-        try:
-            part()
-        except Exception as error:
-            self._failed = self._failed or error
-
-    def _at_source(self, rows: _Rows) -> Tensor:
-        local = self._held.part(rows.entry.fqn, rows.held)
-        return narrow(local, rows.box.relative_to(rows.held.offsets))
-
-    def _at_target(self, rows: _Rows) -> Tensor:
-        box, local = self._opened[rows.entry.fqn]
-        return narrow(local, rows.box.relative_to(box.offsets))
-
-
-def _packed(rows: list[_Rows], memory: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
-    at = 0
-    for each in rows:
-        flat = memory[at : at + each.box.numel * each.entry.itemsize]
-        yield each, flat.view(torch_dtype(each.entry.dtype)).view(each.box.sizes)
-        at += each.nbytes
+                        dtype = torch_dtype(entry.dtype)
+                        yield RoutedRows(entry.fqn, dtype, box, source, target, held, needed)

@@ -10,27 +10,19 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardwise.base.boxes import Box
-from shardwise.checkpoint.disk.beside import (
-    check_destination,
-    check_name,
-    folders_of,
-    written_beside,
-)
+from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.disk.companions import Folder, copy_companions
-from shardwise.checkpoint.disk.entries import StatePath, dotted
+from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.filenames import INDEX
 from shardwise.checkpoint.disk.manifest import NAME
-from shardwise.checkpoint.disk.place import Place
+from shardwise.checkpoint.disk.place import Place, folder_of
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp
+from shardwise.checkpoint.formats.destination import destination_of
 from shardwise.checkpoint.formats.detect import TORCH_SUFFIXES, Format, find_checkpoint, open_source
 from shardwise.checkpoint.formats.hf import (
     DEFAULT_SHARD,
@@ -41,35 +33,16 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
-    Progress,
     ReadWindow,
     Source,
     Watch,
     model_tensors,
-    no_progress,
     unwatched,
 )
 from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 
 # Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
-
-
-class _NewWindow(ReadWindow):
-    """A buffer for what goes to an object store: new for each part, since parts are sent later.
-
-    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
-    to a store can be made.
-    """
-
-    def __init__(self, buffer: int = DEFAULT_BUFFER, progress: Progress = no_progress) -> None:
-        super().__init__(buffer, progress)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
-
-    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
-        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        return self._pool.submit(super().read, source, path, part).result()
 
 
 def consolidate(
@@ -120,8 +93,8 @@ def consolidate(
         raise ValueError("--everything requires a torch.save file: .pt, .pth or .bin")
     if max_shard_size is not None and not to_folder:
         raise ValueError("--max-shard-size requires a folder, not a single file")
-    if to_torch and not isinstance(destination, Path):
-        raise ValueError(f"{destination}: torch files are written to folders of this host only")
+    if to_torch:
+        folder_of(f"{destination}", destination)
     last = INDEX if to_folder else None
     with _written(source, destination, last, everything, force, buffer, watch) as written:
         target, read, window = written
@@ -148,26 +121,11 @@ def _written(
     ``last`` is the file that commits a folder in an object store; ``None``: it is a single file.
     """
     source = find_checkpoint(source)
-    local = source if isinstance(source, Path) else None
-    replaces: Collection[str] = ()
-    if isinstance(destination, Path):
-        check_destination(destination, local, force=force)
-    else:
-        replaces = check_name(destination, source, force=force)
+    to = destination_of(destination, source, force=force)
     with open_source(source) as opened:
         paths = opened.tensors if everything else model_tensors(opened).values()
-        kind = ReadWindow if isinstance(destination, Path) else _NewWindow  # parts are being sent
-        window = kind(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
-        with contextlib.ExitStack() as stack:
-            target: Folder | Place = destination
-            if isinstance(destination, Path):
-                target = stack.enter_context(written_beside(destination, local, force=force))
-                if last is not None:
-                    target.mkdir()
-            elif last is not None:
-                from shardwise.checkpoint.disk.store_commit import committed  # of no use to folders
-
-                target = stack.enter_context(committed(destination, last, replaces))
+        window = to.window(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
+        with to.opened(last) as target:
             yield target, opened, window
         if everything and opened.left_out:
             warnings.warn(f"{opened.left_out}; it is left out", stacklevel=4)
@@ -231,8 +189,8 @@ def convert(
     """
     if to is Format.TORCH:
         raise ValueError("to: found torch, expected shardwise, dcp or hf; use consolidate")
-    if to is Format.DCP and not isinstance(destination, Path):
-        raise ValueError(f"{destination}: dcp is written to folders of this host only")
+    if to is Format.DCP:
+        folder_of(f"{destination}", destination)
     everything = to is not Format.HF
     last = NAME if everything else INDEX
     with _written(source, destination, last, everything, force, buffer, watch) as written:
