@@ -24,7 +24,8 @@ CASES = {
     "overhead": f"--ranks 2 --groups 3 --build 4 --steps 2 {ROUNDS}",
     "host_step": f"--groups 2 {ROUNDS}",
     "checkpoint": f"--params tiny --cold {ROUNDS}",
-    "checkpoint_stall": f"--params tiny {ROUNDS} --steps 2 --tokens 8",
+    "checkpoint_stall": f"--params tiny {ROUNDS} --steps 2 --tokens 8 "
+    "--contenders sync,async,dcp,floor",
     "save_planning": "--ranks 4 --most 4",
     "diloco": "--start 1 --steps 4 --every 3 --batch 1 --length 16 --contenders int8",
     "optimizers": f"--params tiny {ROUNDS} --steps 2 --contenders ours-adamw,fsdp2-adamw",
@@ -43,7 +44,14 @@ ROWS = {
     "checkpoint": [
         [f"{name}, {what}" for what in ("save", "load") for name in ("shardwise", "torch DCP")]
     ],
-    "checkpoint_stall": [["shardwise, save", "shardwise, async_save", "torch DCP, async_save"]],
+    "checkpoint_stall": [
+        [
+            "shardwise, save",
+            "shardwise, async_save",
+            "torch DCP, async_save",
+            "dd beside the training",
+        ]
+    ],
     "save_planning": [["4"]],
     "diloco": [["synchronous", "DiLoCo, H = 3, int8, momentum 0.9"]],
     "optimizers": [["torch AdamW, fused"] * 2, ["torch AdamW, fused"] * 2],

@@ -183,11 +183,11 @@ def parse_part(text: bytes, where: str, size: int) -> Manifest:
             f"{where}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
             "line if the file was edited on purpose"
         )
-    return _from_json(fields, where, _Memory(where, max(size, len(text)), memory_of(text)))
+    return _from_json(fields, where, _MemoryUse(where, max(size, len(text)), memory_of(text)))
 
 
 @dataclass
-class _Memory:
+class _MemoryUse:
     """What reading takes of memory, and may take."""
 
     where: str
@@ -317,7 +317,7 @@ def _from_text(value: Any, where: str) -> bytes:
         refuse(where, str(error), "base64")
 
 
-def _from_json(value: Any, where: str, memory: _Memory) -> Manifest:
+def _from_json(value: Any, where: str, memory: _MemoryUse) -> Manifest:
     fields = Fields(value, where)
     unknown = next((name for name in fields.all() if name not in _FIELDS), None)
     if fields.any("format") != FORMAT:
@@ -341,7 +341,7 @@ def _from_json(value: Any, where: str, memory: _Memory) -> Manifest:
     }
     if sum(files.values()) > MAX_INT:
         refuse(f"{where}, 'files'", f"{sum(files.values())} bytes", f"at most {MAX_INT}")
-    reading = _Reading(files, block, version, memory)
+    reading = _TensorReading(files, block, version, memory)
     versions = Fields(fields.any("versions"), f"{where}, 'versions'")
     manifest = Manifest(
         tensors=tuple(
@@ -402,7 +402,7 @@ def _path(fields: Fields) -> StatePath:
     return tuple(path)
 
 
-class _Reading:
+class _TensorReading:
     """What tensors are checked with.
 
     Args:
@@ -412,13 +412,15 @@ class _Reading:
         memory: what reading takes.
     """
 
-    def __init__(self, files: Mapping[str, int], block: int, version: int, memory: _Memory) -> None:
+    def __init__(
+        self, files: Mapping[str, int], block: int, version: int, memory: _MemoryUse
+    ) -> None:
         self.files, self.names = files, tuple(files)
         self.nbytes = np.array([*files.values()], np.int64)
         self.block, self.version, self.memory = block, version, memory
 
 
-def _tensor(value: Any, where: str, reading: _Reading) -> TensorEntry:
+def _tensor(value: Any, where: str, reading: _TensorReading) -> TensorEntry:
     fields = Fields(value, where)
     path = _path(fields)
     fields.where = where = f"{where} ({dotted(path)})"
@@ -445,7 +447,7 @@ def _tensor(value: Any, where: str, reading: _Reading) -> TensorEntry:
 
 
 def _columns(
-    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _Reading
+    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _TensorReading
 ) -> Pieces:
     fields = Fields(value, where)
     digests = _from_text(fields.any("checksums"), f"{where}, 'checksums'")
@@ -467,7 +469,7 @@ def _columns(
     return replace(pieces, ends=np.cumsum(-(-pieces.numels * size // reading.block)))
 
 
-def _piece(value: Any, where: str, shape: tuple[int, ...], reading: _Reading) -> StoredPiece:
+def _piece(value: Any, where: str, shape: tuple[int, ...], reading: _TensorReading) -> StoredPiece:
     fields = Fields(value, where)
     name = fields.text("file")
     if name not in reading.files:
@@ -487,7 +489,7 @@ def _not_inside(box: Box, shape: tuple[int, ...]) -> tuple[str, str]:
 
 
 def _check_pieces(
-    pieces: Pieces, where: str, shape: tuple[int, ...], size: int, reading: _Reading
+    pieces: Pieces, where: str, shape: tuple[int, ...], size: int, reading: _TensorReading
 ) -> None:
     """Check that each piece is inside its tensor and its file, and has its checksums.
 
