@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise.elastic.starting import STACKS
 from tests.benchmarks.scripts import BENCHMARKS
 
 RATES = {0: 1000.0, 1: 900.0, 4: 300.0}
@@ -95,15 +96,20 @@ def test_rounds_count_the_tokens_of_the_replicas_in_them(tmp_path: Path) -> None
 def test_processes_are_those_of_the_rank_that_is_to_be_hit(tmp_path: Path) -> None:
     from _goodput_run import StepsWatched
 
-    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    sleep = "import sys, time; file = open(sys.argv[1], 'w'); print(flush=True); time.sleep(60)"
+    folders = [tmp_path / f"0-{rank}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
     ranks = [
-        subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}, stdout=subprocess.PIPE)
-        for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", sleep, str(folder / STACKS)], stdout=subprocess.PIPE
+        )
+        for folder in folders
     ]
     try:
         for rank in ranks:
             assert rank.stdout is not None
-            rank.stdout.readline()  # before it runs, it has no environment
+            rank.stdout.readline()  # it has opened its file
         processes = [psutil.Process(rank.pid) for rank in ranks]
         watched = StepsWatched(tmp_path, 1)
         found = watched.process_of(1, processes)
@@ -157,7 +163,8 @@ def test_diloco_keeps_most_where_synchronous_training_loses_most(
 
 def test_steps_are_stretched(tmp_path: Path) -> None:
     """In a process of its own, with a stand-in for the training loop."""
-    core = tmp_path / "shardwise" / "app" / "recipes" / "core"
+    recipes = tmp_path / "shardwise" / "app" / "recipes"
+    core = recipes / "core"
     core.mkdir(parents=True)
     for folder in (core, *list(core.parents)[:3]):
         (folder / "__init__.py").touch()
@@ -166,7 +173,7 @@ def test_steps_are_stretched(tmp_path: Path) -> None:
         "    def run(self): return [self._accumulate(i) for i in range(2)]\n"
         "    def _accumulate(self, position): return position\n"
     )
-    program = (
+    (recipes / "rank.py").write_text(
         "import sitecustomize, time\n"
         "from shardwise.app.recipes.core.loop import Loop\n"
         "began = time.monotonic()\n"
@@ -175,9 +182,10 @@ def test_steps_are_stretched(tmp_path: Path) -> None:
     )
     paths = os.pathsep.join([str(BENCHMARKS / "stretched"), str(tmp_path)])
     seconds = []
-    for rank in ({"RANK": "3"}, {}):  # a rank, and its launcher
-        env = {"PYTHONPATH": paths, "GOODPUT_STEP": "0.5", **rank}
-        command = [sys.executable, "-S", "-c", program]
+    env = {"PYTHONPATH": paths, "GOODPUT_STEP": "0.5"}
+    rank = ["-m", "shardwise.app.recipes.rank"]
+    for of in (rank, ["-c", "import shardwise.app.recipes.rank"]):  # a rank, and its launcher
+        command = [sys.executable, "-P", "-S", *of]
         done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
         seconds.append(float(done.stdout))
     assert seconds[0] >= 1 > seconds[1]
