@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, overload
 
 from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
-from shardwise.checkpoint.disk.companions import is_companion
+from shardwise.checkpoint.disk.companions import is_companion, is_small
+from shardwise.checkpoint.disk.filenames import is_of_attempt
 from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:
@@ -152,12 +153,13 @@ def check_name(
         DestinationError: it cannot.
         StoreError: the store does not answer.
     """
-    from shardwise.checkpoint.disk.store_commit import is_of_attempt, under_way  # not for folders
+    from shardwise.checkpoint.disk.store_commit import under_way  # not for folders
 
     if not destination.name:
         raise DestinationError(f"found {destination}, expected a name below the bucket")
     files = destination.below()
-    taken = not all(map(is_of_attempt, files)) or destination.is_file()
+    left = {name for name in files if is_of_attempt(name) or is_small(name)}  # without a commit
+    taken = left != files.keys() or destination.is_file()
     if taken and not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
     if f"{source}/".startswith(f"{destination}/"):
@@ -169,7 +171,8 @@ def check_name(
             f"{destination} contains {other}, which is not part of a checkpoint; nothing was "
             "replaced"
         )
-    return files.keys() - under_way(destination)
+    replaced = files.keys() if force else {*filter(is_of_attempt, files)}
+    return replaced - under_way(destination)
 
 
 @overload
