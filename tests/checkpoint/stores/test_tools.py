@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk import beside, commit, store_commit
 from shardwise.checkpoint.disk.entries import shard_name
 from shardwise.checkpoint.disk.filenames import INDEX
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
-from shardwise.checkpoint.disk.place import Place, place_of
+from shardwise.checkpoint.disk.place import Place, contains, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source
 from shardwise.checkpoint.formats.source import Source
@@ -85,6 +85,19 @@ def put(path: StorePath, data: bytes) -> None:
 
 def get(path: StorePath) -> bytes:
     return path.read_small(1 << 20)
+
+
+def test_a_source_is_not_replaced_under_another_name(on_disk: StorePath, tmp_path: Path) -> None:
+    """A model of Hugging Face would be left of a checkpoint with an optimizer."""
+    folder = tmp_path / "bucket" / "step"
+    save(folder)
+    before = sorted(folder.iterdir())
+    for source, target in ((folder, on_disk / "step"), (on_disk / "step", folder)):
+        with pytest.raises(ValueError, match="is, or contains, the checkpoint that is read"):
+            convert(source, target, Format.HF, force=True)
+    assert sorted(folder.iterdir()) == before
+    assert contains(place_of("s3a://b/run"), place_of("s3://b/run/step"))
+    assert not contains(place_of("s3://b/run"), place_of("s3a://b/run2"))
 
 
 def read_tensors(source: Source) -> None:

@@ -15,7 +15,7 @@ from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
 from shardwise.checkpoint.disk.companions import is_companion, is_small
 from shardwise.checkpoint.disk.filenames import is_of_attempt
-from shardwise.checkpoint.disk.place import Place
+from shardwise.checkpoint.disk.place import Place, contains
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
@@ -29,7 +29,7 @@ class DestinationError(ValueError):
 
 @contextlib.contextmanager
 def written_beside(
-    destination: Path, source: Path | None, *, force: bool = False
+    destination: Path, source: Place | None, *, force: bool = False
 ) -> Iterator[Path]:
     """Yield a free path beside ``destination``; what is written there is renamed at the end.
 
@@ -83,7 +83,7 @@ def _replaced(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.replaced")
 
 
-def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
+def check_destination(destination: Path, source: Place | None, *, force: bool = False) -> None:
     """Check that a path can be written to, before anything is read.
 
     Args:
@@ -108,7 +108,7 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
         return
     if not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if source is not None and source.resolve().is_relative_to(destination.resolve()):
+    if source is not None and contains(destination, source):
         raise DestinationError(
             f"{destination} is, or contains, the checkpoint that is read; give another name"
         )
@@ -162,7 +162,7 @@ def check_name(
     taken = left != files.keys() or destination.is_file()
     if taken and not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if f"{source}/".startswith(f"{destination}/"):
+    if source is not None and contains(destination, source):
         raise DestinationError(
             f"{destination} is, or contains, the checkpoint that is read; give another name"
         )
