@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -15,7 +16,7 @@ from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
 from shardwise.checkpoint.disk.companions import is_companion, is_small
 from shardwise.checkpoint.disk.filenames import is_of_attempt
-from shardwise.checkpoint.disk.place import Place, contains
+from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.store_path import StorePath
@@ -121,6 +122,23 @@ def check_destination(destination: Path, source: Place | None, *, force: bool = 
             )
     elif not destination.is_file() or destination.is_symlink():
         raise DestinationError(f"{destination} is not a regular file; nothing was replaced")
+
+
+def contains(folder: Place, place: Place) -> bool:
+    """Whether a place is a folder, or in it, also by another name: a link, ``file://``, ``s3a``."""
+    one, other = _on_host(folder), _on_host(place)
+    if one is None or other is None:
+        names = [re.sub("^s3a:", "s3:", f"{each}/") for each in (place, folder)]
+        return one is other and names[0].startswith(names[1])
+    return other.resolve().is_relative_to(one.resolve())
+
+
+def _on_host(place: Place) -> Path | None:
+    """The path of a place of this host, of which ``file:///...`` is another name."""
+    if isinstance(place, Path):
+        return place
+    text = os.fspath(place)
+    return Path(text.removeprefix("file://")) if text.startswith("file:") else None
 
 
 def _belongs(path: Path) -> bool:

@@ -56,23 +56,6 @@ def folder_of(name: str, path: StrPath) -> Path:
     return Path(path)
 
 
-def contains(folder: Place, place: Place) -> bool:
-    """Whether a place is a folder, or in it, also by another name: a link, ``file://``, ``s3a``."""
-    one, other = _on_host(folder), _on_host(place)
-    if one is None or other is None:
-        names = [re.sub("^s3a:", "s3:", f"{each}/") for each in (place, folder)]
-        return one is other and names[0].startswith(names[1])
-    return other.resolve().is_relative_to(one.resolve())
-
-
-def _on_host(place: Place) -> Path | None:
-    """The path of a place of this host, of which ``file:///...`` is another name."""
-    if isinstance(place, Path):
-        return place
-    text = os.fspath(place)
-    return Path(text.removeprefix("file://")) if text.startswith("file:") else None
-
-
 def read_whole(path: Place, most: int, links: Links = Links.FOLLOW) -> bytes:
     """Read a file of at most ``most`` bytes.
 
