@@ -35,6 +35,7 @@ from shardwise import checkpoint, fully_shard
 from shardwise.base.errors import lost_peer_behind
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path
+from shardwise.checkpoint.disk.filenames import SHARD
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -227,7 +228,7 @@ def _look(tally: Tally, number: int) -> None:
     named = _named()
     left = [name for name in found if name not in named and not name.startswith(".partial/")]
     for name in left:
-        match = store_commit._SHARD.fullmatch(name.rpartition("/")[2])
+        match = SHARD.fullmatch(name.rpartition("/")[2])
         if match is None or match["nonce"] not in marks:
             tally.finds.append(f"kill {number}: no mark tells of {name}")
     tally.most_objects = max(tally.most_objects, len(found))

@@ -14,6 +14,7 @@ from shardwise import checkpoint
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import commit, store_commit, store_path
+from shardwise.checkpoint.disk.filenames import SHARD
 from shardwise.checkpoint.disk.manifest import NAME
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -43,7 +44,7 @@ def save(path: Any, **options: Any) -> torch.nn.Module:
 
 def names(root: StorePath) -> list[str]:
     """All that is there, without nonces."""
-    return sorted(store_commit._SHARD.sub(lambda m: m[0][:20], each) for each in root.below())
+    return sorted(SHARD.sub(lambda m: m[0][:20], each) for each in root.below())
 
 
 def files(*steps: int) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import shardwise
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk.place import absolute, place_of
@@ -110,8 +109,6 @@ def test_what_knows_no_store_makes_no_folder_of_a_url(
     monkeypatch.chdir(tmp_path)
     model, optimizer = make()
     for name, write in {
-        "path": lambda: checkpoint.save_hf("s3://bucket/model", model),
-        "to": lambda: shardwise.publish(model, "model", to="s3://bucket/model"),
         "ckpt_prefix": lambda: checkpoint.save_rank_checkpoint("s3://bucket/a", model, optimizer),
     }.items():
         with pytest.raises((ValueError, CheckpointError), match=f"{name}: found a URL, expected"):

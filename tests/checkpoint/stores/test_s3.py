@@ -500,7 +500,8 @@ def test_a_run_does_not_begin_where_the_store_refuses(server: Server, tmp_path: 
     small = small_config(tmp_path)
     output = dataclasses.replace(small.train.output, out=place_of("s3://none/run"))
     config = small.with_train(output=output)
-    for look in (config.files.reach, lambda: check_folder(config.check(World(0, 1, 0, 1)))):
+    assert config.files.store is not None
+    for look in (config.files.store.reach, lambda: check_folder(config.check(World(0, 1, 0, 1)))):
         with pytest.raises(StoreError, match=r"s3://none/run: cannot be listed \(404.*NoSuchB"):
             look()
         server.faults[:] = [Fault("GET", "list-type", 403)]

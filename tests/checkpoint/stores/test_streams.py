@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import checkpoint, fully_shard
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk import safetensors, store_commit
-from shardwise.checkpoint.disk.companions import INDEX
 from shardwise.checkpoint.disk.entries import TensorInfo
+from shardwise.checkpoint.disk.filenames import INDEX, SHARD
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
+from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.ranks import contents, streams
 from shardwise.checkpoint.ranks.contents import Contents, Conversion
 from shardwise.checkpoint.ranks.hf import SavedModel, write_model
@@ -62,7 +63,7 @@ def files_of(folder: Path | StorePath) -> dict[str, bytes]:
 
 
 def _nonce(name: str) -> str:
-    match = store_commit._SHARD.fullmatch(name)
+    match = SHARD.fullmatch(name)
     return f"-{match['nonce']}" if match and match["nonce"] else "\0"
 
 
@@ -314,6 +315,47 @@ def test_what_a_killed_save_left_is_found_and_deleted(
     checkpoint.save_hf(str(root / "other"), make()[0])
     assert {each.partition("/")[0] for each in root.below()} == {"other"}
     delete_leftovers(root)
+
+
+def test_a_save_that_stopped_before_its_commit_can_be_tried_again(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the small files that it left; but not beside those of another model."""
+    linear = {"weight": torch.ones(2, 3)}
+
+    def stop(*_: Any) -> None:
+        raise CheckpointError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_commit.StoreCommit, "_put", stop)
+        with pytest.raises(CheckpointError, match="planted"):
+            save_to(root / "hf", Contents(linear))
+    assert [*(root / "hf").below()] == ["config.json"]
+    with pytest.raises(CheckpointError, match=r"config.json: found one of another model"):
+        checkpoint.save_hf(str(root / "hf"), make()[0])
+    assert [*root.below()] == ["hf/config.json"]
+    save_to(root / "hf", Contents(linear))
+    assert INDEX in (root / "hf").below()
+    with pytest.raises(CheckpointError, match="hf exists; give another name"):
+        save_to(root / "hf", Contents(linear))
+
+
+def test_one_file_of_several_is_no_model(root: StorePath, tmp_path: Path) -> None:
+    """As a save that was killed leaves it, or a copy that was."""
+    tensors = {name: torch.ones(30) for name in "ab"}
+    save_to(root / "hf", Contents(tensors), 150)
+    (root / "hf" / INDEX).remove()
+    first, second = sorted(each for each in (root / "hf").below() if each.startswith("model"))
+    (root / "hf" / second).remove()
+    save_to(tmp_path / "hf", Contents(tensors), 150)
+    (tmp_path / "hf" / INDEX).unlink()
+    (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
+    for folder in (root / "hf", tmp_path / "hf"):
+        with pytest.raises(CheckpointError, match="expected the index, without which it may be"):
+            open_source(folder)
+    for file in (root / "hf" / first, tmp_path / "hf" / "model-00001-of-00002.safetensors"):
+        with open_source(file) as source:
+            assert [*source.tensors] == [("model", "a")]
 
 
 def test_an_index_is_there_for_one_file_too(root: StorePath) -> None:

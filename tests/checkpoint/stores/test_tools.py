@@ -20,7 +20,7 @@ from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk import beside, commit, store_commit
 from shardwise.checkpoint.disk.entries import shard_name
-from shardwise.checkpoint.disk.filenames import INDEX
+from shardwise.checkpoint.disk.filenames import INDEX, is_of_attempt
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -87,6 +87,19 @@ def get(path: StorePath) -> bytes:
     return path.read_small(1 << 20)
 
 
+def test_a_source_is_not_replaced_under_another_name(on_disk: StorePath, tmp_path: Path) -> None:
+    """A model of Hugging Face would be left of a checkpoint with an optimizer."""
+    folder = tmp_path / "bucket" / "step"
+    save(folder)
+    before = sorted(folder.iterdir())
+    for source, target in ((folder, on_disk / "step"), (on_disk / "step", folder)):
+        with pytest.raises(ValueError, match="is, or contains, the checkpoint that is read"):
+            convert(source, target, Format.HF, force=True)
+    assert sorted(folder.iterdir()) == before
+    assert beside.contains(place_of("s3a://b/run"), place_of("s3://b/run/step"))
+    assert not beside.contains(place_of("s3://b/run"), place_of("s3a://b/run2"))
+
+
 def read_tensors(source: Source) -> None:
     for path in source.tensors:
         source.full(path)
@@ -107,7 +120,7 @@ def shown(place: Place) -> list[tuple[str, bool]]:
 
 
 def stored(root: StorePath) -> set[str]:
-    return {"SHARD" if store_commit.is_of_attempt(each) else each for each in root.below()}
+    return {"SHARD" if is_of_attempt(each) else each for each in root.below()}
 
 
 # -- what is there ---------------------------------------------------------------------------------
@@ -368,7 +381,7 @@ def test_a_model_in_a_store_has_an_index_last_and_all_that_transformers_needs(
         original = getattr(StorePath, name)
 
         def note(self: StorePath, *more: Any, _do: Any = original) -> Any:
-            written.append("SHARD" if store_commit.is_of_attempt(self.name) else self.name)
+            written.append("SHARD" if is_of_attempt(self.name) else self.name)
             return _do(self, *more)
 
         monkeypatch.setattr(StorePath, name, note)

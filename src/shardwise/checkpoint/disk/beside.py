@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from shardwise.base.files import sync
 from shardwise.checkpoint.disk.commit import partial_of, remove
-from shardwise.checkpoint.disk.companions import is_companion
+from shardwise.checkpoint.disk.companions import is_companion, is_small
+from shardwise.checkpoint.disk.filenames import is_of_attempt
 from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class DestinationError(ValueError):
 
 @contextlib.contextmanager
 def written_beside(
-    destination: Path, source: Path | None, *, force: bool = False
+    destination: Path, source: Place | None, *, force: bool = False
 ) -> Iterator[Path]:
     """Yield a free path beside ``destination``; what is written there is renamed at the end.
 
@@ -82,7 +84,7 @@ def _replaced(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.replaced")
 
 
-def check_destination(destination: Path, source: Path | None, *, force: bool = False) -> None:
+def check_destination(destination: Path, source: Place | None, *, force: bool = False) -> None:
     """Check that a path can be written to, before anything is read.
 
     Args:
@@ -107,7 +109,7 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
         return
     if not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if source is not None and source.resolve().is_relative_to(destination.resolve()):
+    if source is not None and contains(destination, source):
         raise DestinationError(
             f"{destination} is, or contains, the checkpoint that is read; give another name"
         )
@@ -120,6 +122,23 @@ def check_destination(destination: Path, source: Path | None, *, force: bool = F
             )
     elif not destination.is_file() or destination.is_symlink():
         raise DestinationError(f"{destination} is not a regular file; nothing was replaced")
+
+
+def contains(folder: Place, place: Place) -> bool:
+    """Whether a place is a folder, or in it, also by another name: a link, ``file://``, ``s3a``."""
+    one, other = _on_host(folder), _on_host(place)
+    if one is None or other is None:
+        names = [re.sub("^s3a:", "s3:", f"{each}/") for each in (place, folder)]
+        return one is other and names[0].startswith(names[1])
+    return other.resolve().is_relative_to(one.resolve())
+
+
+def _on_host(place: Place) -> Path | None:
+    """The path of a place of this host, of which ``file:///...`` is another name."""
+    if isinstance(place, Path):
+        return place
+    text = os.fspath(place)
+    return Path(text.removeprefix("file://")) if text.startswith("file:") else None
 
 
 def _belongs(path: Path) -> bool:
@@ -152,15 +171,16 @@ def check_name(
         DestinationError: it cannot.
         StoreError: the store does not answer.
     """
-    from shardwise.checkpoint.disk.store_commit import is_of_attempt, under_way  # not for folders
+    from shardwise.checkpoint.disk.store_commit import under_way  # not for folders
 
     if not destination.name:
         raise DestinationError(f"found {destination}, expected a name below the bucket")
     files = destination.below()
-    taken = not all(map(is_of_attempt, files)) or destination.is_file()
+    left = {name for name in files if is_of_attempt(name) or is_small(name)}  # without a commit
+    taken = left != files.keys() or destination.is_file()
     if taken and not force:
         raise DestinationError(f"{destination} exists; give another name, or --force to replace it")
-    if f"{source}/".startswith(f"{destination}/"):
+    if source is not None and contains(destination, source):
         raise DestinationError(
             f"{destination} is, or contains, the checkpoint that is read; give another name"
         )
@@ -169,7 +189,8 @@ def check_name(
             f"{destination} contains {other}, which is not part of a checkpoint; nothing was "
             "replaced"
         )
-    return files.keys() - under_way(destination)
+    replaced = files.keys() if force else {*filter(is_of_attempt, files)}
+    return replaced - under_way(destination)
 
 
 @overload

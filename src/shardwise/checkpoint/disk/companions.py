@@ -42,6 +42,11 @@ def is_companion(name: str) -> bool:
     return name.startswith(_BEGINNINGS) and Path(name).suffix in _SUFFIXES
 
 
+def is_small(name: str) -> bool:
+    """Whether a file is one that is written beside the weights of a model, its index apart."""
+    return name == "config.json" or is_companion(name)
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer that ``AutoTokenizer`` loads."""
     return any((folder / name).is_file() for name in TOKENIZERS)

@@ -11,7 +11,19 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: What to do to the parts that DeepSpeed saves on each rank.
 DEEPSPEED = "DeepSpeed's ZeRO; its zero_to_fp32.py, which it puts beside, makes a model of them"
+#: A file of weights of a checkpoint in an object store, and the attempt that has written it.
+SHARD = re.compile(
+    r"(?:shard-\d+-of-\d+|model(?:-\d+-of-\d+)?(?=-[0-9a-f]{16}\.))"
+    r"(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors",
+    re.ASCII,
+)
 _NAME = re.compile(r"(.*?)rank-(\d{1,9})-of-(\d{1,9})(\.pt|\.pth|\.bin)")
+
+
+def is_of_attempt(name: str) -> bool:
+    """Whether a file has a name that one attempt alone gives it; it may be a leftover."""
+    match = SHARD.fullmatch(name)
+    return match is not None and match["nonce"] is not None
 
 
 def is_rank_file(path: Path) -> bool:

@@ -30,8 +30,9 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
+from shardwise.checkpoint.disk.companions import is_small
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
+from shardwise.checkpoint.disk.filenames import INDEX, SHARD, SINGLE
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
 
@@ -39,11 +40,6 @@ MOST = timedelta(hours=1)  # from the beginning of an attempt to its commit
 LEFT = 2 * MOST  # age of the marks of what was left
 _MARKS = ".partial"
 _MARK = re.compile(r"(?P<name>.+)\.(?P<nonce>[0-9a-f]{16})", re.ASCII | re.DOTALL)
-_SHARD = re.compile(
-    r"(?:shard-\d+-of-\d+|model(?:-\d+-of-\d+)?(?=-[0-9a-f]{16}\.))"
-    r"(?:-(?P<nonce>[0-9a-f]{16}))?\.safetensors",
-    re.ASCII,
-)
 _COMMITS = frozenset({NAME, INDEX, SINGLE})  # what a checkpoint is read by
 
 
@@ -150,10 +146,7 @@ class StoreCommit:
         if path.name in self._replaces:
             path.write([data], len(data))
         elif not path.create(data) and path.read_small(len(data)) != data:
-            raise CheckpointError(
-                f"{path}: found one of another model, which was not committed, or is being "
-                "written; give another name, or delete it"
-            )
+            raise _of_another(path)
 
     def _put(self, path: StorePath, text: bytes) -> None:
         try:
@@ -208,10 +201,19 @@ def committed(
     attempt = StoreCommit(folder, last, replaces)
     try:
         yield attempt
+        for name in sorted({*filter(is_small, folder.listed()[1])} - {*attempt.texts, *replaces}):
+            raise _of_another(folder / name)
         attempt.publish()
     except BaseException:
         attempt.abandon()
         raise
+
+
+def _of_another(small: StorePath) -> CheckpointError:
+    return CheckpointError(
+        f"{small}: found one of another model, which was not committed, or is being "
+        "written; give another name, or delete it"
+    )
 
 
 def delete_stored(folder: StorePath, others: Collection[str] = ()) -> None:
@@ -224,7 +226,7 @@ def delete_stored(folder: StorePath, others: Collection[str] = ()) -> None:
     Raises:
         StoreError: it cannot be deleted.
     """
-    matches = [match for match in map(_SHARD.fullmatch, folder.below()) if match]
+    matches = [match for match in map(SHARD.fullmatch, folder.below()) if match]
     marks = [_mark(folder, each) for each in {match["nonce"] for match in matches} if each]
     for mark in marks:
         _write_mark(mark)  # so that others delete the rest if this process is killed
@@ -247,14 +249,8 @@ def under_way(folder: StorePath) -> set[str]:
     """
     marked = {nonce for name, nonce, *_ in _marks(folder.parent) if name == folder.name}
     open_ = {nonce for nonce in marked if not _named(folder, nonce)}
-    matches = filter(None, map(_SHARD.fullmatch, folder.below() if open_ else ()))
+    matches = filter(None, map(SHARD.fullmatch, folder.below() if open_ else ()))
     return {match.string for match in matches if match["nonce"] in open_}
-
-
-def is_of_attempt(name: str) -> bool:
-    """Whether a file has a name that one attempt alone gives it; it may be a leftover."""
-    match = _SHARD.fullmatch(name)
-    return match is not None and match["nonce"] is not None
 
 
 def clean_older(mark: StorePath) -> None:
@@ -318,7 +314,7 @@ def _left(folder: StorePath, nonce: str, mark: StorePath, modified: float) -> di
     """
     found = folder.listed()[1]
     if not _named(folder, nonce):
-        own = {each: _SHARD.fullmatch(each) for each in found}
+        own = {each: SHARD.fullmatch(each) for each in found}
         return {name: found[name].size for name, m in own.items() if m and m["nonce"] == nonce}
     try:
         replaced = json.loads(mark.read_small(MAX_BYTES) or "[]")

@@ -49,9 +49,8 @@ class _HostDestination(Destination):
     window = ReadWindow
 
     def __init__(self, path: Path, source: Place | None, *, force: bool) -> None:
-        self._path, self._force = path, force
-        self._source = source if isinstance(source, Path) else None
-        check_destination(path, self._source, force=force)
+        self._path, self._source, self._force = path, source, force
+        check_destination(path, source, force=force)
 
     @contextlib.contextmanager
     def opened(self, last: str | None) -> Iterator[Path]:

@@ -29,7 +29,7 @@ from shardwise.base.strict import Fields, parse, refuse
 from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.disk.companions import Folder, write_beside
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
-from shardwise.checkpoint.disk.filenames import INDEX, SINGLE
+from shardwise.checkpoint.disk.filenames import INDEX, SINGLE, is_of_attempt
 from shardwise.checkpoint.disk.place import Place, read_whole
 from shardwise.checkpoint.disk.safetensors import (
     StoredSpan,
@@ -55,6 +55,7 @@ GENERATION_CONFIG = "generation_config.json"
 DEFAULT_SHARD = 50 * 10**9
 _MAX_INDEX = 1 << 28
 _MAX_CONFIG = 1 << 24
+_ONE_OF = re.compile(r".*-\d+-of-(?!0*1\D)\d", re.ASCII)  # one of several
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
@@ -84,7 +85,7 @@ class HfSource(ExtentSource):
             sizes = {name: each.size for name, each in found.items()}
             tags = {name: each.tag for name, each in found.items()}
             self._reads = StoreReads(folder, sizes, tags=tags)
-            files = _files(folder, sizes)
+            files = _files(folder, sizes) if folder == where else {where: set[str]()}
         else:
             files = _files(where, _names_in(where)) if where.is_dir() else {where: set()}
         super().__init__(where, self._reads)
@@ -155,6 +156,11 @@ def _files(folder: Place, names: Collection[str]) -> dict[Place, set[str]]:
     if INDEX in names:
         return _read_index(folder)
     found = [name for name in names if name.endswith(".safetensors")]
+    if len(found) == 1 and (_ONE_OF.match(found[0]) or is_of_attempt(found[0])):
+        raise CheckpointError(
+            f"{folder}: found {found[0]} and no {INDEX}, expected the index, without which it may "
+            "be one of several files; to read it alone, name the file"
+        )
     if len(found) == 1:
         return {folder / found[0]: set()}
     raise CheckpointError(
