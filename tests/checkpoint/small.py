@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.checkpoint.disk.manifest import NAME
+from shardwise.checkpoint.disk.filenames import MANIFEST
 
 SHARD = "shard-00000-of-00001.safetensors"
 
@@ -77,11 +77,11 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def read_json(folder: Path) -> Any:
     """The manifest, as JSON."""
-    return json.loads((folder / NAME).read_text())
+    return json.loads((folder / MANIFEST).read_text())
 
 
 def write_json(folder: Path, content: Any) -> None:
     """Replace the manifest, without the checksum of what it was."""
     if isinstance(content, dict):
         content.pop("of_all_above", None)
-    (folder / NAME).write_text(json.dumps(content))
+    (folder / MANIFEST).write_text(json.dumps(content))

@@ -24,7 +24,8 @@ from shardwise.base.errors import PeerLostError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import beside, commit, safetensors
 from shardwise.checkpoint.disk.entries import ModelFacts
-from shardwise.checkpoint.disk.manifest import NAME, Manifest, read_manifest, write_manifest
+from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.manifest import Manifest, read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.formats.detect import Format
@@ -57,7 +58,7 @@ def test_latest_is_the_newest_that_is_complete(tmp_path: Path) -> None:
     for step in (1, 9, 10, 100, 123_456_789):
         save_small(checkpoint.step_folder(tmp_path, step))
     assert checkpoint.steps(tmp_path) == [1, 9, 10, 100, 123_456_789]
-    (checkpoint.step_folder(tmp_path, 123_456_789) / NAME).unlink()
+    (checkpoint.step_folder(tmp_path, 123_456_789) / MANIFEST).unlink()
     os.truncate(checkpoint.step_folder(tmp_path, 100) / SHARD, 10)
     (checkpoint.step_folder(tmp_path, 10) / SHARD).unlink()
     assert checkpoint.steps(tmp_path) == [1, 9]
@@ -97,7 +98,7 @@ def test_leftovers_of_dead_processes_are_deleted_at_the_next_save(tmp_path: Path
         save_small(tmp_path / "a")
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert names(tmp_path / ".a.partial") == [NAME, SHARD]
+    assert names(tmp_path / ".a.partial") == [MANIFEST, SHARD]
     assert checkpoint.latest(tmp_path) is None
     save_small(tmp_path / "b")
     assert names(tmp_path) == ["b"]
@@ -184,7 +185,7 @@ def _commit_many(folder: Path, steps: range) -> None:
             writing = commit.Commit(path)
         except CheckpointError:  # another process has this step, or is at it
             continue
-        shutil.copyfile(folder / NAME, writing.partial / NAME)
+        shutil.copyfile(folder / MANIFEST, writing.partial / MANIFEST)
         writing.publish()
         commit.keep_last(folder, 2, spare=path)
         kept = [int(name.removeprefix("step-")) for name in os.listdir(folder) if name[0] == "s"]
@@ -212,7 +213,7 @@ def test_processes_commit_and_delete_beside_each_other(tmp_path: Path, same_step
     found = checkpoint.steps(tmp_path)
     assert found[-1] == (50 if same_steps else 200)
     assert names(tmp_path) == sorted(
-        [NAME, *(checkpoint.step_folder(tmp_path, step).name for step in found)]
+        [MANIFEST, *(checkpoint.step_folder(tmp_path, step).name for step in found)]
     ), "something was left behind"
 
 

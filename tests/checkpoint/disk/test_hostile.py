@@ -23,7 +23,8 @@ from shardwise.base.boxes import full_box
 from shardwise.base.strict import FREE
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk.entries import torch_dtype
-from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
+from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.manifest import MAX_BYTES, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
 from tests.fuzz.mutations import archive_of
@@ -118,7 +119,7 @@ def rename_file(name: str) -> Callable[[Path], Any]:
 
 def text(replace: Callable[[str], str]) -> Callable[[Path], Any]:
     def apply(folder: Path) -> None:
-        (folder / NAME).write_text(replace((folder / NAME).read_text()))
+        (folder / MANIFEST).write_text(replace((folder / MANIFEST).read_text()))
 
     return apply
 
@@ -154,7 +155,7 @@ def link(folder: Path, name: str) -> None:
 
 
 def grow(folder: Path) -> None:
-    with (folder / NAME).open("r+b") as file:
+    with (folder / MANIFEST).open("r+b") as file:
         file.truncate(MAX_BYTES + 1)  # sparse
 
 
@@ -199,11 +200,14 @@ def other_digit(text: str) -> str:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     # the manifest as a file
-    "no manifest": (lambda folder: (folder / NAME).unlink(), "cannot be opened"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "cannot be opened"),
     "empty manifest": (text(lambda _: ""), "is not valid JSON"),
-    "manifest is a link": (lambda folder: link(folder, NAME), "cannot be opened"),
+    "manifest is a link": (lambda folder: link(folder, MANIFEST), "cannot be opened"),
     "manifest is huge": (grow, "at most"),
-    "not UTF-8": (lambda folder: (folder / NAME).write_bytes(b'{"\xff": 1}'), "is not valid JSON"),
+    "not UTF-8": (
+        lambda folder: (folder / MANIFEST).write_bytes(b'{"\xff": 1}'),
+        "is not valid JSON",
+    ),
     "deeply nested": (text(lambda _: "[" * 10**5), "nested too deeply"),
     "a list": (text(lambda _: "[1]"), "expected an object"),
     "a value as deep as JSON is read": (
@@ -416,8 +420,8 @@ SWOLLEN: dict[str, tuple[str, Callable[[], bytes]]] = {
         "model.safetensors.index.json",
         lambda: b'{"weight_map":{%s}}' % _many(b'"#":"b.safetensors"', 900_000),
     ),
-    "a manifest of columns": (NAME, lambda: _columns(pieces=1 << 17, dims=64, tensors=4)),
-    "a manifest": (NAME, lambda: b'{"a":[%s]}' % _many(b'{"a":#}', 900_000)),
+    "a manifest of columns": (MANIFEST, lambda: _columns(pieces=1 << 17, dims=64, tensors=4)),
+    "a manifest": (MANIFEST, lambda: b'{"a":[%s]}' % _many(b'{"a":#}', 900_000)),
 }
 
 # Peak memory of the process that reads, measured by the kernel.

@@ -30,9 +30,9 @@ from shardwise.checkpoint.disk.entries import (
     itemsize,
     shard_name,
 )
+from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.manifest import (
     MANY,
-    NAME,
     in_files,
     read_manifest,
     write_manifest,
@@ -83,7 +83,7 @@ def test_a_manifest_comes_back_as_it_was(
 ) -> None:
     """However many pieces a tensor has when they are written in columns."""
     monkeypatch.setattr(module, "MANY", many)
-    (tmp_path / NAME).unlink(missing_ok=True)
+    (tmp_path / MANIFEST).unlink(missing_ok=True)
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
     in_columns = any(len(entry.pieces) >= many for entry in manifest.tensors)
@@ -145,7 +145,7 @@ def _write(folder: Path) -> Manifest:
 
 def test_it_has_a_line_for_each_tensor_and_one_for_its_own_checksum(tmp_path: Path) -> None:
     manifest = _write(tmp_path)
-    lines = (tmp_path / NAME).read_text().splitlines()
+    lines = (tmp_path / MANIFEST).read_text().splitlines()
     assert sum('"path"' in line for line in lines) == len(manifest.tensors)
     assert lines[-2].startswith('"of_all_above": ')
     assert set(json.loads("\n".join(lines))["versions"]) == {"shardwise", "torch"}
@@ -169,7 +169,7 @@ def _rows(ranks: int = MANY) -> Manifest:
 
 def test_what_many_ranks_have_written_takes_a_short_line(tmp_path: Path) -> None:
     write_manifest(tmp_path, _rows())
-    (line,) = (each for each in (tmp_path / NAME).read_text().splitlines() if '"path"' in each)
+    (line,) = (each for each in (tmp_path / MANIFEST).read_text().splitlines() if '"path"' in each)
     pieces = json.loads(line)["pieces"]
     assert (pieces["count"], pieces["sizes"], pieces["offsets"][1]) == (MANY, [2, 5], 0)
     assert len(line) < 3 * 8 * MANY * 4 / 3 + 600
@@ -290,23 +290,23 @@ def test_columns_are_not_of_the_first_version(tmp_path: Path) -> None:
 
 def test_no_changed_byte_goes_unnoticed(tmp_path: Path) -> None:
     _write(tmp_path)
-    data = (tmp_path / NAME).read_bytes()
+    data = (tmp_path / MANIFEST).read_bytes()
     for at in range(len(data)):
         damaged = bytearray(data)
         damaged[at] ^= 1
-        (tmp_path / NAME).write_bytes(damaged)
+        (tmp_path / MANIFEST).write_bytes(damaged)
         try:
             found = read_manifest(tmp_path)
         except CheckpointError:
             continue
-        (tmp_path / NAME).write_bytes(data)
+        (tmp_path / MANIFEST).write_bytes(data)
         assert found == read_manifest(tmp_path), f"byte {at} only changed white space"
 
 
 def test_who_edits_it_deletes_its_checksum(tmp_path: Path) -> None:
     manifest = _write(tmp_path)
-    text = (tmp_path / NAME).read_text()
-    (tmp_path / NAME).write_text(text.replace('"full"', '"none"'))
+    text = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).write_text(text.replace('"full"', '"none"'))
     with pytest.raises(CheckpointError, match="is damaged: its contents do not match its checksum"):
         read_manifest(tmp_path)
     content = read_json(tmp_path)

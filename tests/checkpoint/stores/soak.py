@@ -35,8 +35,8 @@ from shardwise import checkpoint, fully_shard
 from shardwise.base.errors import lost_peer_behind
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path
-from shardwise.checkpoint.disk.filenames import SHARD
-from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME
+from shardwise.checkpoint.disk.filenames import MANIFEST, SHARD
+from shardwise.checkpoint.disk.manifest import MAX_BYTES
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from tests.checkpoint.stores.server import ACCESS, SECRET, Server, serving
@@ -246,8 +246,8 @@ def _named() -> set[str]:
     named = set()
     for step in checkpoint.steps(ROOT):
         folder = checkpoint.step_folder(ROOT, step)
-        text = (_root() / folder.name / NAME).read_small(MAX_BYTES)
-        named |= {f"{folder.name}/{name}" for name in (NAME, *json.loads(text)["files"])}
+        text = (_root() / folder.name / MANIFEST).read_small(MAX_BYTES)
+        named |= {f"{folder.name}/{name}" for name in (MANIFEST, *json.loads(text)["files"])}
     return named
 
 

@@ -14,8 +14,7 @@ from shardwise import checkpoint
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import commit, store_commit, store_path
-from shardwise.checkpoint.disk.filenames import SHARD
-from shardwise.checkpoint.disk.manifest import NAME
+from shardwise.checkpoint.disk.filenames import MANIFEST, SHARD
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong
@@ -50,7 +49,7 @@ def names(root: StorePath) -> list[str]:
 def files(*steps: int) -> list[str]:
     """What complete checkpoints of a single process consist of."""
     return sorted(
-        f"step-{step:08}/{name}" for step in steps for name in (NAME, "shard-00000-of-00001")
+        f"step-{step:08}/{name}" for step in steps for name in (MANIFEST, "shard-00000-of-00001")
     )
 
 
@@ -208,7 +207,7 @@ def test_a_deletion_that_is_killed_is_ended_by_the_next_save(
     remove = StorePath.remove
 
     def remove_the_manifest_only(self: StorePath, names: Any = ("",)) -> None:
-        if NAME not in {*names}:
+        if MANIFEST not in {*names}:
             raise KeyboardInterrupt
         remove(self, names)
 

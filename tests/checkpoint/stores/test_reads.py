@@ -16,7 +16,8 @@ from shardwise.base.boxes import Box
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_reads
-from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
+from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.manifest import MAX_BYTES, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
@@ -112,10 +113,10 @@ def shard_of(folder: Path) -> Path:
 
 def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        fields = json.loads((folder / NAME).read_text())
+        fields = json.loads((folder / MANIFEST).read_text())
         del fields["of_all_above"]
         change(fields)
-        (folder / NAME).write_text(json.dumps(fields))
+        (folder / MANIFEST).write_text(json.dumps(fields))
 
     return apply
 
@@ -154,10 +155,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "header, length",
     ),
-    "no manifest": (lambda folder: (folder / NAME).unlink(), r"manifest\.json: is missing"),
-    "no JSON": (lambda folder: (folder / NAME).write_bytes(b"\0" * 100), "not valid JSON"),
-    "nothing": (lambda folder: (folder / NAME).write_bytes(b""), "not valid JSON"),
-    "a bomb": (lambda folder: (folder / NAME).write_bytes(b"[" * 10**7), "in memory"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), r"manifest\.json: is missing"),
+    "no JSON": (lambda folder: (folder / MANIFEST).write_bytes(b"\0" * 100), "not valid JSON"),
+    "nothing": (lambda folder: (folder / MANIFEST).write_bytes(b""), "not valid JSON"),
+    "a bomb": (lambda folder: (folder / MANIFEST).write_bytes(b"[" * 10**7), "in memory"),
     "elsewhere": (_edit(_rename("../b/shard-00000-of-00001.safetensors")), "shard-RRRRR-of-NNNNN"),
     "another nonce": (
         _edit(_rename("shard-00000-of-00001-0123456789abcdeg.safetensors")),
@@ -185,7 +186,7 @@ def test_what_is_damaged_or_hostile_names_itself(kind: str, folder: Path) -> Non
 def test_a_manifest_that_is_too_large_is_not_read(
     folder: Path, asked: list[tuple[str, int, int]]
 ) -> None:
-    with (folder / NAME).open("r+b") as file:
+    with (folder / MANIFEST).open("r+b") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(CheckpointError, match="at most 268,435,456"):
         checkpoint.load(store_of(folder), make()[0])
@@ -208,7 +209,7 @@ def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     read = StorePath.read
 
     def fail(self: StorePath, start: int, end: int, *tag: Any) -> tuple[memoryview, int]:
-        if self.name != NAME and start > 0:
+        if self.name != MANIFEST and start > 0:
             raise StoreError(f"{self}: cannot be read (503 Slow Down)")
         return read(self, start, end, *tag)
 

@@ -33,7 +33,7 @@ from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import LockHandle, sync
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.manifest import NAME, read_manifest, write_manifest
+from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.place import Place, StrPath, absolute, place_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -125,7 +125,7 @@ def damage(root: Place) -> tuple[Place, str] | None:
         except StoreError:
             raise
         except CheckpointError as error:
-            if os.path.lexists(path) if isinstance(path, Path) else (path / NAME).is_file():
+            if os.path.lexists(path) if isinstance(path, Path) else (path / MANIFEST).is_file():
                 return step_folder(root, step), str(error)
         else:
             return None
@@ -162,6 +162,8 @@ def check_complete(folder: StrPath) -> None:
     Raises:
         CheckpointError: it is not; the message says what is missing.
     """
+    from shardwise.checkpoint.disk.manifest import read_manifest  # numpy, for few callers
+
     place = place_of(folder)
     check_files(place, read_manifest(place))
 
@@ -279,6 +281,8 @@ class Commit:
             CheckpointError: the result would not be valid, or the path has come to exist.
             OSError: it cannot be written, or the folder cannot be renamed.
         """
+        from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest
+
         write_manifest(self.partial, manifest)
         read_manifest(self.partial)  # what cannot be read again must not get a name
         self.publish()

@@ -67,12 +67,12 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
+from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import decode, encode
 
 __all__ = ["Manifest", "StoredPiece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
 
-NAME = "manifest.json"
 FORMAT = "shardwise.checkpoint"
 VERSION = 1
 IN_COLUMNS = 2  # the version of a manifest in which pieces may be written in columns
@@ -109,7 +109,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         OSError: it cannot be written, because the disk is full for instance.
         TypeError: a value is not a plain value.
     """
-    write_new(Path(folder) / NAME, manifest_bytes(manifest))
+    write_new(Path(folder) / MANIFEST, manifest_bytes(manifest))
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -137,7 +137,7 @@ def read_manifest(folder: Place) -> Manifest:
     Raises:
         CheckpointError: it is missing or damaged; the message names the entry.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     if isinstance(path, Path):
         return parse_manifest(read_small(path, MAX_BYTES), str(path), size_of(path.parent))
     size = 0

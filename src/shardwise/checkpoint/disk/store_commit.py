@@ -32,15 +32,15 @@ from datetime import timedelta
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
 from shardwise.checkpoint.disk.companions import is_small
 from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.filenames import INDEX, SHARD, SINGLE
-from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, manifest_bytes, parse_manifest
+from shardwise.checkpoint.disk.filenames import INDEX, MANIFEST, SHARD, SINGLE
+from shardwise.checkpoint.disk.manifest import MAX_BYTES, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
 
 MOST = timedelta(hours=1)  # from the beginning of an attempt to its commit
 LEFT = 2 * MOST  # age of the marks of what was left
 _MARKS = ".partial"
 _MARK = re.compile(r"(?P<name>.+)\.(?P<nonce>[0-9a-f]{16})", re.ASCII | re.DOTALL)
-_COMMITS = frozenset({NAME, INDEX, SINGLE})  # what a checkpoint is read by
+_COMMITS = frozenset({MANIFEST, INDEX, SINGLE})  # what a checkpoint is read by
 
 
 class StoreCommit:
@@ -59,7 +59,9 @@ class StoreCommit:
         StoreError: the store does not answer.
     """
 
-    def __init__(self, folder: StorePath, last: str = NAME, replaces: Collection[str] = ()) -> None:
+    def __init__(
+        self, folder: StorePath, last: str = MANIFEST, replaces: Collection[str] = ()
+    ) -> None:
         if not folder.name:
             raise CheckpointError(f"{folder}: expected a name below the bucket")
         self.folder = folder
@@ -105,8 +107,10 @@ class StoreCommit:
                 hour, or files have disappeared.
             StoreError: the store does not answer; whether it has committed may not be known.
         """
-        self.texts[NAME] = manifest_bytes(manifest)
-        parse_manifest(self.texts[NAME], str(self.folder / NAME), sum(manifest.files.values()))
+        self.texts[MANIFEST] = manifest_bytes(manifest)
+        parse_manifest(
+            self.texts[MANIFEST], str(self.folder / MANIFEST), sum(manifest.files.values())
+        )
         self.publish(manifest.files)
 
     def publish(self, files: Mapping[str, int] | None = None) -> None:
@@ -230,7 +234,7 @@ def delete_stored(folder: StorePath, others: Collection[str] = ()) -> None:
     marks = [_mark(folder, each) for each in {match["nonce"] for match in matches} if each]
     for mark in marks:
         _write_mark(mark)  # so that others delete the rest if this process is killed
-    _remove(folder, {NAME, *(match.string for match in matches), *others})
+    _remove(folder, {MANIFEST, *(match.string for match in matches), *others})
     for mark in marks:
         mark.remove()
 
@@ -354,7 +358,7 @@ def _write_mark(mark: StorePath, replaces: Collection[str] = ()) -> None:
 
 def _named(folder: StorePath, nonce: str) -> bool:
     """Whether a manifest names files of an attempt, or cannot be read, so that it might."""
-    return any(_names(folder / each, nonce) for each in (NAME, INDEX))
+    return any(_names(folder / each, nonce) for each in (MANIFEST, INDEX))
 
 
 def _names(commit: StorePath, nonce: str) -> bool:

@@ -14,12 +14,12 @@ from shardwise.checkpoint.disk.commit import latest, steps
 from shardwise.checkpoint.disk.filenames import (
     DEEPSPEED,
     INDEX,
+    MANIFEST,
     SINGLE,
     files_beside,
     is_rank_file,
     sets_of_rank_files,
 )
-from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.disk.place import Place
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     shard_name,
 )
+from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.manifest import (
-    NAME,
     manifest_bytes,
     read_manifest,
     writer_versions,
@@ -110,6 +110,6 @@ def write_shardwise(folder: Folder, source: Source, window: ReadWindow) -> None:
         versions=writer_versions(),
     )
     try:
-        write_beside(folder, NAME, manifest_bytes(manifest))
+        write_beside(folder, MANIFEST, manifest_bytes(manifest))
     except TypeError as error:
         raise CheckpointError(f"{source.where}: {error}") from None

@@ -17,8 +17,7 @@ from typing import Any
 from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.disk.companions import Folder, copy_companions
 from shardwise.checkpoint.disk.entries import dotted
-from shardwise.checkpoint.disk.filenames import INDEX
-from shardwise.checkpoint.disk.manifest import NAME
+from shardwise.checkpoint.disk.filenames import INDEX, MANIFEST
 from shardwise.checkpoint.disk.place import Place, folder_of
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp
@@ -192,7 +191,7 @@ def convert(
     if to is Format.DCP:
         folder_of(f"{destination}", destination)
     everything = to is not Format.HF
-    last = NAME if everything else INDEX
+    last = MANIFEST if everything else INDEX
     with _written(source, destination, last, everything, force, buffer, watch) as written:
         folder, read, window = written
         match to:

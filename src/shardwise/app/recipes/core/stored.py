@@ -28,7 +28,7 @@ from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.disk.fetched import fetch, folder_for
-from shardwise.checkpoint.disk.manifest import NAME
+from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.insight.schema.training import Existing
@@ -77,7 +77,7 @@ class RunStore:
     def has_checkpoints(self) -> bool:
         """Return whether there is a manifest of a checkpoint, even if it is damaged by now."""
         steps = (self.place / self._files.checkpoints.name).iterdir()
-        return any((step / NAME).is_file() for step in steps)
+        return any((step / MANIFEST).is_file() for step in steps)
 
     def claim(self) -> None:
         """Begin a session, after which those before it save no more.
@@ -201,7 +201,7 @@ class RunStore:
         """Delete what a run has written: manifests first, and last what says that it is a run."""
         own = {path.name for path in (*self._files.own_files, *self._files.own_folders)}
         names = {name for name in self.place.below() if name.partition("/")[0] in own}
-        manifests = {name for name in names if name.endswith(f"/{NAME}")}
+        manifests = {name for name in names if name.endswith(f"/{MANIFEST}")}
         last = names & {self._files.run_json.name}
         for some in (manifests, names - manifests - last, last):
             self.place.remove(some)
