@@ -154,6 +154,16 @@ def test_a_server_that_has_ended_is_replaced(forks: Callable[..., Forks]) -> Non
     assert len(started.servers()) == 2
 
 
+def test_a_server_that_is_suspended_once_it_has_forked_holds_up_nothing(
+    forks: Callable[..., Forks],
+) -> None:
+    started = forks(prepare="os.waitpid = lambda *_: time.sleep(600)")
+
+    started.fork()
+
+    assert started.said()["pid"] == started.pids[0]
+
+
 def test_threads_that_end_before_a_fork_do_no_harm(forks: Callable[..., Forks]) -> None:
     assert forks(prepare="import numpy", threads="2").fork() is not None
 

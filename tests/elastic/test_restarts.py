@@ -132,7 +132,10 @@ def test_a_killed_rank_is_noticed_where_the_end_of_processes_is_ignored(
 def test_ranks_that_cannot_start_again_say_why(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     command = "[sys.executable if attempt == 0 else '/no/python', script"
-    (tmp_path / "parent.py").write_text(PARENT.replace("[sys.executable, script", command))
+    parent = PARENT.replace("[sys.executable, script", command)
+    shown = "from shardwise.elastic.output import Shown\n"
+    parent = shown + parent.replace("2, 2)", "2, 2, shown=Shown('3'))")
+    (tmp_path / "parent.py").write_text(parent)
     words = [str(tmp_path / "parent.py"), str(tmp_path / "rank.py"), "once"]
     ended = start_program(words, folder=tmp_path, env=shell_environment())
     _, err = ended.communicate(timeout=60)

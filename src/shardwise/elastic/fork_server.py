@@ -133,7 +133,7 @@ class ForkServer:
                 if is_over() or time.monotonic() > deadline:
                     self._end()
             # Nothing where no process is left that could answer.
-            return int(answered.read() or 0) or None
+            return int(os.read(answer, 32) or 0) or None
 
     def _start(self) -> None:
         self._end()
