@@ -36,7 +36,7 @@ serve_forks(prepare)
 BODY
 """
 TELL = """
-numpy = sys.modules.get("numpy")
+numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
 links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
 print(json.dumps({
     "pid": os.getpid(),
@@ -45,7 +45,7 @@ print(json.dumps({
     "session": os.getsid(0),
     "environment": dict(os.environ),
     "arguments": sys.argv[1:],
-    "random": [random.random(), numpy and numpy.random.random()],
+    "random": [random.random(), numpy and numpy.random.random(), torch and torch.initial_seed()],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "files": [os.readlink(link) for link in links if os.path.lexists(link)],
     "buffers": not sys.stdout.line_buffering,
@@ -132,7 +132,7 @@ def test_a_rank_is_a_child_of_the_launcher_with_what_is_its_own(
 
 
 def test_ranks_have_random_numbers_of_their_own(forks: Callable[..., Forks]) -> None:
-    started = forks(prepare="import numpy.random; random.seed(1); numpy.random.seed(1)")
+    started = forks(prepare="import numpy, torch; random.seed(1); numpy.random.seed(1)")
     started.fork()
     started.fork()
 
@@ -152,6 +152,16 @@ def test_a_server_that_has_ended_is_replaced(forks: Callable[..., Forks]) -> Non
 
     assert started.said(1)["pid"] == started.pids[1]
     assert len(started.servers()) == 2
+
+
+def test_a_server_that_is_suspended_once_it_has_forked_holds_up_nothing(
+    forks: Callable[..., Forks],
+) -> None:
+    started = forks(prepare="os.waitpid = lambda *_: time.sleep(600)")
+
+    started.fork()
+
+    assert started.said()["pid"] == started.pids[0]
 
 
 def test_threads_that_end_before_a_fork_do_no_harm(forks: Callable[..., Forks]) -> None:

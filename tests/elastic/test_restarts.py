@@ -31,6 +31,8 @@ def body(world, signals):
         if how == "hub":
             from shardwise.app.recipes.text.documents import ConnectionLostError
             raise ConnectionLostError("--data: no hub")
+        if how == "zero":
+            raise ValueError("found a\\0b")
         os.kill(os.getpid(), signal.SIGKILL)
 
 run_rank(find_world(), body)
@@ -76,7 +78,14 @@ sys.exit(run_job(ForkServer([sys.executable, *sys.argv[1:]]), 2, 2))
 
 @pytest.mark.parametrize(
     ("how", "code", "attempts"),
-    [("once", 0, 2), ("saving", 0, 2), ("hub", 0, 2), ("always", 128 + 9, 3), ("mistake", 2, 1)],
+    [
+        ("once", 0, 2),
+        ("saving", 0, 2),
+        ("hub", 0, 2),
+        ("zero", 0, 2),
+        ("always", 128 + 9, 3),
+        ("mistake", 2, 1),
+    ],
 )
 def test_a_job_is_restarted_as_often_as_it_may(
     tmp_path: Path, how: str, code: int, attempts: int
@@ -98,6 +107,41 @@ def test_a_job_is_restarted_as_often_as_it_may(
         assert "attempt 1 of 2 ranks" in out
         assert "rank 1 of 2 was killed by SIGKILL" in err
         assert "restart    1 of 2, from what is saved" in err
+
+
+@pytest.mark.parametrize("command", ["ForkServer(words)", "lambda attempt: words"])
+def test_a_killed_rank_is_noticed_where_the_end_of_processes_is_ignored(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rank.py").write_text(FORKED)
+    ignores = "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    parent = PARENT_OF_FORKED.replace("ForkServer([sys.executable, *sys.argv[1:]])", command)
+    words = "words = [sys.executable, *sys.argv[1:]]\n"
+    (tmp_path / "parent.py").write_text(ignores + parent.replace("sys.exit", words + "sys.exit"))
+    ended = start_program(
+        [str(tmp_path / "parent.py"), str(tmp_path / "rank.py")],
+        folder=tmp_path,
+        env=shell_environment(),
+    )
+    _, err = ended.communicate(timeout=60)
+
+    assert ended.returncode == 0, err
+    assert "rank 1 of 2 was killed by SIGKILL" in err
+
+
+def test_ranks_that_cannot_start_again_say_why(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = "[sys.executable if attempt == 0 else '/no/python', script"
+    parent = PARENT.replace("[sys.executable, script", command)
+    shown = "from shardwise.elastic.output import Shown\n"
+    parent = shown + parent.replace("2, 2)", "2, 2, shown=Shown('3'))")
+    (tmp_path / "parent.py").write_text(parent)
+    words = [str(tmp_path / "parent.py"), str(tmp_path / "rank.py"), "once"]
+    ended = start_program(words, folder=tmp_path, env=shell_environment())
+    _, err = ended.communicate(timeout=60)
+
+    assert ended.returncode != 0
+    assert "No such file or directory: '/no/python'" in err.splitlines()[-1]
 
 
 def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:

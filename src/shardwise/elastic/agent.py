@@ -40,6 +40,7 @@ from shardwise._torch.elastic import LocalAgent
 from shardwise.base import plain
 from shardwise.base.errors import UserError
 from shardwise.base.say import say
+from shardwise.base.units import printable
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.fork_server import ForkServer
@@ -211,6 +212,7 @@ class Agent(LocalAgent):
         """Start the processes of a world."""
         for rank in self.ranks:
             rank.close()
+        self.ranks = []
         spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
@@ -742,8 +744,8 @@ def are_settled(ranks: list[LocalRank], failed: list[LocalRank], limit: float) -
 
 
 def how_failed(rank: LocalRank) -> str:
-    """Return in a few words how a rank failed."""
+    """Return in a few words how a rank failed, which the environment can hold."""
     if rank.report is not None:
-        return f"failed: {rank.report.text.strip().rpartition(chr(10))[2]}"
+        return f"failed: {printable(rank.report.text.strip().rpartition(chr(10))[2])}"
     code = rank.code or 1
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

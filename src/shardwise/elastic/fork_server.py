@@ -133,7 +133,7 @@ class ForkServer:
                 if is_over() or time.monotonic() > deadline:
                     self._end()
             # Nothing where no process is left that could answer.
-            return int(answered.read() or 0) or None
+            return int(os.read(answer, 32) or 0) or None
 
     def _start(self) -> None:
         self._end()
@@ -244,9 +244,11 @@ def _become_rank(order: bytes, files: Sequence[int], parent: int) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    # Python does the same for its own, and torch begins with the same ones in every process.
+    # Python does the same for its own. Accelerators draw their seeds when they are first used.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     while os.getppid() == parent:
         time.sleep(0.001)
     if os.getppid() != int(os.environ[PARENT_PID]):

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 STOP_GRACE = 30.0  # seconds for the other ranks to stop after the first one has
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Let the system tell how child processes end during the context.
+
+    It tells nothing to a process that ignores SIGCHLD, which is inherited from whatever starts it:
+    a rank that was killed would seem to have ended well.
+    """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 class Result(enum.Enum):

@@ -26,7 +26,7 @@ from shardwise.elastic.clock import process_clock
 from shardwise.elastic.fork_server import running
 from shardwise.elastic.hosts import HERE, Command
 from shardwise.elastic.membership import Next, Verdict
-from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result
+from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, exit_codes
 from shardwise.elastic.rank import Ending
 from shardwise.elastic.rendezvous import Rendezvous
 from shardwise.elastic.world import JOB, ReplicaWorld, threads_of_a_rank
@@ -171,6 +171,7 @@ class ReplicaLauncher:
         numbers = range(self._first.count)
         with contextlib.ExitStack() as held:
             signals = self._signals = held.enter_context(contextlib.closing(Signals()))
+            held.enter_context(exit_codes())
             held.enter_context(running(self.command, len(numbers) * self.ranks))
             held.enter_context(agents_environment())
             pool = held.enter_context(ThreadPoolExecutor(len(numbers)))

@@ -7,6 +7,7 @@ import os
 
 from shardwise.elastic.fork_server import running
 from shardwise.elastic.hosts import HERE, Command, Nodes
+from shardwise.elastic.outcome import exit_codes
 from shardwise.elastic.output import Shown
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import environment
@@ -34,7 +35,7 @@ def run_job(
     """
     # torch warns of every address that has no name, once torch is imported.
     quiet = environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR")
-    with running(command, nproc):
+    with exit_codes(), running(command, nproc):
         # Here, and not before: it imports torch, which takes seconds.
         with quiet, importing():
             from shardwise.elastic.agent import Agent, Signals, agents_environment
