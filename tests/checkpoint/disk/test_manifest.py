@@ -251,6 +251,14 @@ HOSTILE: dict[str, tuple[Callable[[Columns], object], str]] = {
         r"piece 0: found '\(0, 1\) \+ \(2, 5\)', expected a non-empty",
     ),
     "far outside": (_set("sizes0", 2**62), "piece 0: found .* expected a non-empty part"),
+    "an end beyond 64 bits": (
+        lambda c: (_set("offsets0", 2**62)(c), _set("sizes0", 2**62)(c)),
+        r"piece \d+: found .* expected a non-empty part",
+    ),
+    "all of them with an end beyond 64 bits": (
+        lambda c: [c[name].__setitem__(0, 2**62) for name in ("offsets", "sizes")],
+        "piece 0: found .* expected a non-empty part",
+    ),
     "empty": (_set("sizes0", 0), "expected a non-empty part"),
     "a dimension less": (lambda c: c["sizes"].pop(), "2 offsets and 1 sizes"),
     "a dimension more": (lambda c: c["sizes"].append(1), "'sizes': found '3 items'"),
@@ -279,6 +287,38 @@ def test_columns_that_share_bytes_of_a_file_are_refused(tmp_path: Path) -> None:
     write_json(tmp_path, content)
     with pytest.raises(CheckpointError, match=r"model\.a and model\.b overlap in shard-00000"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(MANY - 1, tuple), (MANY, Pieces)])
+def test_only_many_pieces_are_columns_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: type
+) -> None:
+    """For few, array operations take longer than what they replace."""
+    monkeypatch.setattr(module, "MANY", 10**9)
+    write_manifest(tmp_path, _rows(ranks))
+    monkeypatch.undo()
+    (entry,) = read_manifest(tmp_path).tensors
+    assert type(entry.pieces) is kind
+    assert entry.pieces == _rows(ranks).tensors[0].pieces
+
+
+def test_an_overlap_is_found_without_making_the_pieces_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making one takes a hundred times as long as reading it."""
+    write_manifest(tmp_path, _rows())
+    content = read_json(tmp_path)
+    last = content["tensors"][0] | {"path": ["model", "last"], "shape": [2, 5]}
+    known = _rows().tensors[0].pieces[-1]
+    piece = {"file": known.file, "offset": known.offset, "offsets": [0, 0]}
+    last["pieces"] = [piece | {"sizes": [2, 5], "checksums": "0" * 48}]
+    content["tensors"].append(last)
+    write_json(tmp_path, content)
+    made, original = [], Pieces.__getitem__
+    monkeypatch.setattr(Pieces, "__getitem__", lambda *at: made.append(at) or original(*at))
+    with pytest.raises(CheckpointError, match=r"model\.w and model\.last overlap in shard-00063"):
+        read_manifest(tmp_path)
+    assert len(made) == 1
 
 
 def test_columns_are_not_of_the_first_version(tmp_path: Path) -> None:

@@ -115,10 +115,14 @@ class Pieces(Sequence[StoredPiece]):
 
 def files_of(many: Iterable[Sequence[StoredPiece]]) -> set[str]:
     """The names of the files that pieces are in."""
+    found: set[str] = set()
     used: dict[tuple[str, ...], NDArray[np.bool_]] = {}
-    for pieces in map(Pieces.of, many):
+    for pieces in many:
+        if not isinstance(pieces, Pieces):
+            found.update(piece.file for piece in pieces)
+            continue
         used.setdefault(pieces.files, np.zeros(len(pieces.files), bool))[pieces.file] = True
-    return {files[at] for files, each in used.items() for at in np.flatnonzero(each)}
+    return found.union(files[at] for files, each in used.items() for at in np.flatnonzero(each))
 
 
 @functools.lru_cache(maxsize=2)
@@ -135,14 +139,15 @@ def _renumbered(files: tuple[str, ...], others: tuple[str, ...]) -> Numbers:
 
 def parts_in(pieces: Sequence[StoredPiece], box: Box) -> Iterator[tuple[StoredPiece, Box]]:
     """Yield the pieces that have elements of a box, and the box of these elements."""
-    columns = Pieces.of(pieces)
-    found = np.ones(len(columns), bool)
-    for starts, sizes, first, size in zip(
-        columns.offsets, columns.sizes, box.offsets, box.sizes, strict=False
-    ):
-        found &= (starts < first + size) & (starts + sizes > first)
-    for at in np.flatnonzero(found).tolist():
-        piece = pieces[at]
+    some: Iterable[StoredPiece] = pieces
+    if isinstance(pieces, Pieces):
+        found = np.ones(len(pieces), bool)
+        for starts, sizes, first, size in zip(
+            pieces.offsets, pieces.sizes, box.offsets, box.sizes, strict=False
+        ):
+            found &= (starts < first + size) & (starts + sizes > first)
+        some = (pieces[at] for at in np.flatnonzero(found).tolist())
+    for piece in some:
         common = piece.box.intersection(box)
         if common is not None:
             yield piece, common

@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardwise.base.boxes import Box, are_tiling
+from shardwise.base.boxes import Box, are_tiling, is_tiling
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import read_small, size_of, write_new
 from shardwise.base.strict import (
@@ -166,8 +166,12 @@ def parse_manifest(text: bytes, where: str, size: int) -> Manifest:
     """
     manifest = parse_part(text, where, size)
     for i, entry in enumerate(manifest.tensors):
-        pieces = Pieces.of(entry.pieces)
-        if not are_tiling(pieces.offsets, pieces.sizes, len(pieces), entry.shape):
+        pieces = entry.pieces
+        if not (
+            are_tiling(pieces.offsets, pieces.sizes, len(pieces), entry.shape)
+            if isinstance(pieces, Pieces)
+            else is_tiling([piece.box for piece in pieces], entry.shape)
+        ):
             expected = f"pieces that cover {list(entry.shape)} exactly"
             refuse(f"{where}, tensor {i} ({entry.fqn}), pieces", "gaps or overlaps", expected)
     return manifest
@@ -183,11 +187,11 @@ def parse_part(text: bytes, where: str, size: int) -> Manifest:
             f"{where}: is damaged: its contents do not match its checksum, {_LAST!r}; delete that "
             "line if the file was edited on purpose"
         )
-    return _from_json(fields, where, _MemoryUse(where, max(size, len(text)), memory_of(text)))
+    return _from_json(fields, where, _MemoryTaken(where, max(size, len(text)), memory_of(text)))
 
 
 @dataclass
-class _MemoryUse:
+class _MemoryTaken:
     """What reading takes of memory, and may take."""
 
     where: str
@@ -317,7 +321,7 @@ def _from_text(value: Any, where: str) -> bytes:
         refuse(where, str(error), "base64")
 
 
-def _from_json(value: Any, where: str, memory: _MemoryUse) -> Manifest:
+def _from_json(value: Any, where: str, memory: _MemoryTaken) -> Manifest:
     fields = Fields(value, where)
     unknown = next((name for name in fields.all() if name not in _FIELDS), None)
     if fields.any("format") != FORMAT:
@@ -341,7 +345,7 @@ def _from_json(value: Any, where: str, memory: _MemoryUse) -> Manifest:
     }
     if sum(files.values()) > MAX_INT:
         refuse(f"{where}, 'files'", f"{sum(files.values())} bytes", f"at most {MAX_INT}")
-    reading = _TensorReading(files, block, version, memory)
+    reading = _TensorChecks(files, block, version, memory)
     versions = Fields(fields.any("versions"), f"{where}, 'versions'")
     manifest = Manifest(
         tensors=tuple(
@@ -402,7 +406,7 @@ def _path(fields: Fields) -> StatePath:
     return tuple(path)
 
 
-class _TensorReading:
+class _TensorChecks:
     """What tensors are checked with.
 
     Args:
@@ -413,14 +417,14 @@ class _TensorReading:
     """
 
     def __init__(
-        self, files: Mapping[str, int], block: int, version: int, memory: _MemoryUse
+        self, files: Mapping[str, int], block: int, version: int, memory: _MemoryTaken
     ) -> None:
         self.files, self.names = files, tuple(files)
         self.nbytes = np.array([*files.values()], np.int64)
         self.block, self.version, self.memory = block, version, memory
 
 
-def _tensor(value: Any, where: str, reading: _TensorReading) -> TensorEntry:
+def _tensor(value: Any, where: str, reading: _TensorChecks) -> TensorEntry:
     fields = Fields(value, where)
     path = _path(fields)
     fields.where = where = f"{where} ({dotted(path)})"
@@ -429,13 +433,17 @@ def _tensor(value: Any, where: str, reading: _TensorReading) -> TensorEntry:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
     shape = fields.numbers("shape")
     check_shape(shape, itemsize(dtype), where)
+    pieces: Sequence[StoredPiece]
     if reading.version == IN_COLUMNS and isinstance(fields.any("pieces"), dict):
-        pieces = _columns(fields.any("pieces"), f"{where}, pieces", shape, itemsize(dtype), reading)
+        pieces = _columns(fields.any("pieces"), where, shape, itemsize(dtype), reading)
     else:
         items = enumerate(fields.items("pieces", MAX_PIECES))
-        found = [_piece(item, f"{where}, piece {i}", shape, reading) for i, item in items]
-        pieces = Pieces.of(found, reading.names)
-    _check_pieces(pieces, where, shape, itemsize(dtype), reading)
+        pieces = tuple(
+            _piece(item, f"{where}, piece {i}", shape, itemsize(dtype), reading)
+            for i, item in items
+        )
+        if len(pieces) >= MANY:  # else array operations would take longer than loops
+            pieces = Pieces.of(pieces, reading.names)
     return TensorEntry(
         path=path,
         shape=shape,
@@ -447,49 +455,66 @@ def _tensor(value: Any, where: str, reading: _TensorReading) -> TensorEntry:
 
 
 def _columns(
-    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _TensorReading
+    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _TensorChecks
 ) -> Pieces:
-    fields = Fields(value, where)
-    digests = _from_text(fields.any("checksums"), f"{where}, 'checksums'")
+    fields = Fields(value, f"{where}, pieces")
+    digests = _from_text(fields.any("checksums"), f"{fields.where}, 'checksums'")
     # There is a checksum of each piece, so that a short text cannot stand for many.
     count = fields.number("count", least=1, most=min(MAX_PIECES, len(digests) // DIGEST))
     # All columns, and what checks take for a moment.
     reading.memory.take(8 * (2 * len(shape) + 10) * count)
     offsets, sizes = (
         tuple(
-            _unpacked(each, f"{where}, {name!r}", count) for each in fields.items(name, len(shape))
+            _unpacked(each, f"{fields.where}, {name!r}", count)
+            for each in fields.items(name, len(shape))
         )
         for name in ("offsets", "sizes")
     )
     if not len(offsets) == len(sizes) == len(shape):
-        refuse(where, f"{len(offsets)} offsets and {len(sizes)} sizes", f"{len(shape)} of each")
-    file = _unpacked(fields.any("file"), f"{where}, 'file'", count, len(reading.names) - 1)
-    offset = _unpacked(fields.any("offset"), f"{where}, 'offset'", count)
+        refuse(
+            fields.where, f"{len(offsets)} offsets and {len(sizes)} sizes", f"{len(shape)} of each"
+        )
+    file = _unpacked(fields.any("file"), f"{fields.where}, 'file'", count, len(reading.names) - 1)
+    offset = _unpacked(fields.any("offset"), f"{fields.where}, 'offset'", count)
     pieces = Pieces(reading.names, file, offset, offsets, sizes, file, digests)
-    return replace(pieces, ends=np.cumsum(-(-pieces.numels * size // reading.block)))
+    pieces = replace(pieces, ends=np.cumsum(-(-pieces.numels * size // reading.block)))
+    _check_columns(pieces, where, shape, size, reading)
+    return pieces
 
 
-def _piece(value: Any, where: str, shape: tuple[int, ...], reading: _TensorReading) -> StoredPiece:
+def _piece(
+    value: Any, where: str, shape: tuple[int, ...], size: int, reading: _TensorChecks
+) -> StoredPiece:
     fields = Fields(value, where)
     name = fields.text("file")
     if name not in reading.files:
         refuse(f"{where}, 'file'", name, "one of 'files'")
     box = Box(fields.numbers("offsets"), fields.numbers("sizes"))
-    if not len(box.sizes) == len(box.offsets) == len(shape):
+    if len(box.sizes) != len(box.offsets) or not box.is_inside(shape) or not box.numel:
         refuse(where, *_not_inside(box, shape))
+    nbytes, most = box.numel * size, reading.files[name]
+    offset = fields.number("offset", most=most)
+    if offset + nbytes > most:
+        refuse(where, *_not_in_file(name, offset, nbytes, most))
     digits = fields.text("checksums")
-    if len(digits) % _DIGITS or not _CHECKSUMS.fullmatch(digits):
-        refuse(f"{where}, 'checksums'", digits, f"{_DIGITS} hex digits for each block")
+    blocks = -(-nbytes // reading.block)
+    if len(digits) != blocks * _DIGITS or not _CHECKSUMS.fullmatch(digits):
+        expected = f"{_DIGITS} hex digits for each {reading.block} of {nbytes} bytes"
+        refuse(f"{where}, 'checksums'", digits, expected)
     checksums = tuple(digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
-    return StoredPiece(name, fields.number("offset"), box, checksums)
+    return StoredPiece(name, offset, box, checksums)
 
 
 def _not_inside(box: Box, shape: tuple[int, ...]) -> tuple[str, str]:
     return f"{box.offsets} + {box.sizes}", f"a non-empty part of {list(shape)}"
 
 
-def _check_pieces(
-    pieces: Pieces, where: str, shape: tuple[int, ...], size: int, reading: _TensorReading
+def _not_in_file(file: str, offset: int, nbytes: int, most: int) -> tuple[str, str]:
+    return f"bytes {offset} .. {offset + nbytes}", f"bytes inside the {most} of {file}"
+
+
+def _check_columns(
+    pieces: Pieces, where: str, shape: tuple[int, ...], size: int, reading: _TensorChecks
 ) -> None:
     """Check that each piece is inside its tensor and its file, and has its checksums.
 
@@ -504,19 +529,19 @@ def _check_pieces(
             refuse(f"{where}, piece {at}{name}", *say(pieces[at]))
 
     def span(piece: StoredPiece) -> tuple[str, str]:
-        end, most = piece.offset + piece.box.numel * size, reading.files[piece.file]
-        return f"bytes {piece.offset} .. {end}", f"bytes inside the {most} of {piece.file}"
+        most = reading.files[piece.file]
+        return _not_in_file(piece.file, piece.offset, piece.box.numel * size, most)
 
     inside = np.ones(len(pieces), bool)
     for starts, sizes, most in zip(pieces.offsets, pieces.sizes, shape, strict=False):
-        inside &= (sizes > 0) & (starts + sizes <= most)
+        inside &= (sizes > 0) & (sizes <= most - starts)
     check(inside, "", lambda piece: _not_inside(piece.box, shape))
     nbytes, room = pieces.numels * size, reading.nbytes[pieces.file] - pieces.offset
     check(room >= 0, ", 'offset'", span)
     check(nbytes <= room, "", span)
     blocks, known = -(-nbytes // reading.block), len(pieces.digests) // DIGEST
     check(
-        (blocks <= known) & (blocks == np.diff(pieces.ends, prepend=0)),
+        blocks <= known,
         ", 'checksums'",
         lambda piece: (len(piece.checksums), f"one for each {reading.block} bytes"),
     )
@@ -561,44 +586,56 @@ def _check_paths(entries: Iterable[TensorEntry | Value], where: str) -> None:
             refuse(where, f"both names and positions in {name}", "one kind of key")
 
 
-def _positions(manifest: Manifest) -> tuple[Numbers, list[int]]:
-    """Where all pieces begin, if files followed each other.
+def _positions(manifest: Manifest) -> tuple[Numbers, Numbers, list[int]]:
+    """Where all pieces are, if files followed each other.
 
     Returns:
-        The bytes at which they begin, and for each entry how many pieces it and those before have.
+        The bytes at which they begin, how many they have, and for each entry how many pieces it and
+        those before have.
     """
     names = tuple(manifest.files)
     bases = np.cumsum([0, *manifest.files.values()], dtype=np.int64)
-    columns = [Pieces.of(entry.pieces, names) for entry in manifest.tensors]
-    counts = np.cumsum([len(each) for each in columns], dtype=np.int64).tolist()
-    starts = [bases[each.file] + each.offset for each in columns]
-    return np.concatenate([np.empty(0, np.int64), *starts]), counts
+    first = dict(zip(names, bases.tolist(), strict=False))
+    starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+
+    def are_columns(entry: TensorEntry) -> bool:
+        return isinstance(entry.pieces, Pieces)
+
+    for columnar, entries in itertools.groupby(manifest.tensors, are_columns):
+        if columnar:
+            for entry in entries:
+                columns = Pieces.of(entry.pieces, names)
+                starts.append(bases[columns.file] + columns.offset)
+                sizes.append(columns.numels * entry.itemsize)
+        else:
+            found = [(piece, entry.itemsize) for entry in entries for piece in entry.pieces]
+            starts.append(np.array([first[each.file] + each.offset for each, _ in found], np.int64))
+            sizes.append(np.array([each.box.numel * size for each, size in found], np.int64))
+    counts = list(itertools.accumulate(len(entry.pieces) for entry in manifest.tensors))
+    return np.concatenate(starts), np.concatenate(sizes), counts
+
+
+def _piece_at(manifest: Manifest, counts: list[int], at: int) -> tuple[StoredPiece, TensorEntry]:
+    which = bisect.bisect_right(counts, at)
+    entry = manifest.tensors[which]
+    return entry.pieces[at - counts[which] + len(entry.pieces)], entry
 
 
 def in_files(manifest: Manifest) -> Iterator[tuple[StoredPiece, TensorEntry]]:
     """Yield all pieces with their tensors, by file and offset."""
-    starts, counts = _positions(manifest)
+    starts, _, counts = _positions(manifest)
     for at in np.argsort(starts, kind="stable"):
-        which = bisect.bisect_right(counts, at)
-        entry = manifest.tensors[which]
-        yield entry.pieces[int(at) - counts[which] + len(entry.pieces)], entry
+        yield _piece_at(manifest, counts, int(at))
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
     """Check that no two pieces share bytes of a file."""
-    starts, _ = _positions(manifest)
-    ends = starts + np.concatenate(
-        [
-            np.empty(0, np.int64),
-            *(Pieces.of(entry.pieces).numels * entry.itemsize for entry in manifest.tensors),
-        ]
-    )
-    starts.sort()
-    ends.sort()
-    if (ends[:-1] <= starts[1:]).all():
-        return  # then each ends before any other begins
-    for (one, first), (other, second) in itertools.pairwise(in_files(manifest)):
-        end = one.offset + one.box.numel * first.itemsize
-        if one.file == other.file and other.offset < end:
-            both = f"{first.fqn} and {second.fqn}"
-            raise CheckpointError(f"{where}: {both} overlap in {one.file}")
+    starts, sizes, counts = _positions(manifest)
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    shared = np.flatnonzero(starts[:-1] + sizes[order][:-1] > starts[1:])
+    if len(shared):
+        pair = order[shared[0] : shared[0] + 2].tolist()
+        (one, first), (_, second) = (_piece_at(manifest, counts, at) for at in pair)
+        both = f"{first.fqn} and {second.fqn}"
+        raise CheckpointError(f"{where}: {both} overlap in {one.file}")

@@ -229,7 +229,9 @@ def install(
 
 def _place(entry: TensorEntry) -> tuple[str, int]:
     """Where a tensor begins, so that files are read front to back."""
-    return Pieces.of(entry.pieces).first
+    if isinstance(entry.pieces, Pieces):
+        return entry.pieces.first
+    return min(((piece.file, piece.offset) for piece in entry.pieces), default=("", 0))
 
 
 def load_weights(
