@@ -14,13 +14,13 @@ from tests.test_public_api import MOVED, PUBLIC
 DOORS = {
     "fully_shard": ("shardwise.fully_shard", 13470, 47),
     "FullyShardedDataParallel": ("shardwise.FullyShardedDataParallel", 16722, 57),
-    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 19171, 71),
-    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21648, 82),
+    "checkpoint.save": ("shardwise.fully_shard, shardwise.checkpoint.save", 19176, 71),
+    "checkpoint.load": ("shardwise.fully_shard, shardwise.checkpoint.load", 21665, 82),
     "simulate": ("shardwise.simulate(print, 2)", 7465, 35),
     "timeline.record": ("shardwise.timeline.record", 7102, 31),
     "a training of a recipe": (
         "import shardwise.app.recipes.core.training, shardwise.app.recipes.lm",
-        36573,
+        36595,
         155,
     ),
 }

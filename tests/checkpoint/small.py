@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.entries import MANIFEST
 
 SHARD = "shard-00000-of-00001.safetensors"
 

@@ -23,8 +23,8 @@ from shardwise import checkpoint
 from shardwise.base.errors import PeerLostError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import beside, commit, safetensors
-from shardwise.checkpoint.disk.entries import ModelFacts
-from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk import manifest as manifests
+from shardwise.checkpoint.disk.entries import MANIFEST, ModelFacts
 from shardwise.checkpoint.disk.manifest import Manifest, read_manifest, write_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK
@@ -249,7 +249,7 @@ def _save_with_a_failing_rank(rank: int, world_size: int, folder: Path) -> list[
         (storage, "Commit", 0),
         (storage, "write_shard", world_size - 1),
         (safetensors.os, "fsync", 0),
-        (commit, "write_manifest", 0),
+        (manifests, "write_manifest", 0),
         (commit.Commit, "publish", 0),
     ]
     for place, name, failing in places:

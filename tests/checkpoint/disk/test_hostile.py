@@ -22,8 +22,7 @@ from shardwise import checkpoint
 from shardwise.base.boxes import full_box
 from shardwise.base.strict import FREE
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.entries import torch_dtype
-from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.entries import MANIFEST, torch_dtype
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json

@@ -22,6 +22,7 @@ from shardwise.checkpoint.disk import manifest as module
 from shardwise.checkpoint.disk.columns import Pieces, files_of, parts_in
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
+    MANIFEST,
     Manifest,
     ModelFacts,
     StoredPiece,
@@ -30,7 +31,6 @@ from shardwise.checkpoint.disk.entries import (
     itemsize,
     shard_name,
 )
-from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.manifest import (
     MANY,
     in_files,

@@ -35,7 +35,8 @@ from shardwise import checkpoint, fully_shard
 from shardwise.base.errors import lost_peer_behind
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_commit, store_path
-from shardwise.checkpoint.disk.filenames import MANIFEST, SHARD
+from shardwise.checkpoint.disk.entries import MANIFEST
+from shardwise.checkpoint.disk.filenames import SHARD
 from shardwise.checkpoint.disk.manifest import MAX_BYTES
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath

@@ -14,7 +14,8 @@ from shardwise import checkpoint
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import commit, store_commit, store_path
-from shardwise.checkpoint.disk.filenames import MANIFEST, SHARD
+from shardwise.checkpoint.disk.entries import MANIFEST
+from shardwise.checkpoint.disk.filenames import SHARD
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from tests.checkpoint.meshes import Setup, build, filled, give_state, wrong

@@ -16,7 +16,7 @@ from shardwise.base.boxes import Box
 from shardwise.base.errors import StoreError
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import store_reads
-from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.entries import MANIFEST
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, read_manifest
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.place import place_of

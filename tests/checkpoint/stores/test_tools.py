@@ -19,8 +19,8 @@ import torch
 from shardwise import checkpoint
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.checkpoint.disk import beside, commit, store_commit
-from shardwise.checkpoint.disk.entries import shard_name
-from shardwise.checkpoint.disk.filenames import INDEX, MANIFEST, is_of_attempt
+from shardwise.checkpoint.disk.entries import MANIFEST, shard_name
+from shardwise.checkpoint.disk.filenames import INDEX, is_of_attempt
 from shardwise.checkpoint.disk.place import Place, place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source

@@ -32,8 +32,7 @@ from typing import Any, overload
 from shardwise.base.arguments import check_arguments
 from shardwise.base.errors import CheckpointError, StoreError
 from shardwise.base.files import LockHandle, sync
-from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.filenames import MANIFEST
+from shardwise.checkpoint.disk.entries import MANIFEST, Manifest, shard_name
 from shardwise.checkpoint.disk.place import Place, StrPath, absolute, place_of
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)

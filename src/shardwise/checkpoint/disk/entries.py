@@ -16,6 +16,8 @@ from shardwise.base.boxes import Box
 if TYPE_CHECKING:
     import torch
 
+#: The file that makes a folder a checkpoint of Shardwise.
+MANIFEST = "manifest.json"
 #: The parts of a training state; the first key of every path.
 SECTIONS = ("model", "optimizer", "extra")
 

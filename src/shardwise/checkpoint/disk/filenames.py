@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-#: The file that makes a checkpoint of Shardwise one.
-MANIFEST = "manifest.json"
 #: The file of a model in one file, which is read rather than an index beside it.
 SINGLE = "model.safetensors"
 #: The file of a model in several files that names the file of each tensor.

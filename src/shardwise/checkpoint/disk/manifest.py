@@ -56,6 +56,7 @@ from shardwise.base.units import version_of
 from shardwise.checkpoint.disk.columns import DIGEST, Numbers, Pieces
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
+    MANIFEST,
     SECTIONS,
     Manifest,
     ModelFacts,
@@ -67,7 +68,6 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
-from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.place import Place
 from shardwise.checkpoint.disk.values import decode, encode
 

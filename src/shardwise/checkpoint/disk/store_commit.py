@@ -31,8 +31,8 @@ from datetime import timedelta
 
 from shardwise.base.errors import CheckpointError, StoreError, lost_peer_behind
 from shardwise.checkpoint.disk.companions import is_small
-from shardwise.checkpoint.disk.entries import Manifest, shard_name
-from shardwise.checkpoint.disk.filenames import INDEX, MANIFEST, SHARD, SINGLE
+from shardwise.checkpoint.disk.entries import MANIFEST, Manifest, shard_name
+from shardwise.checkpoint.disk.filenames import INDEX, SHARD, SINGLE
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, manifest_bytes, parse_manifest
 from shardwise.checkpoint.disk.store_path import StorePath
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, overload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
+from shardwise.checkpoint.disk.entries import MANIFEST
 from shardwise.checkpoint.disk.filenames import (
     DEEPSPEED,
     INDEX,
-    MANIFEST,
     SINGLE,
     files_beside,
     is_rank_file,

@@ -11,6 +11,7 @@ from shardwise.base.boxes import Box
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import Folder, write_beside
 from shardwise.checkpoint.disk.entries import (
+    MANIFEST,
     Manifest,
     StatePath,
     StoredPiece,
@@ -19,7 +20,6 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     shard_name,
 )
-from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.manifest import (
     manifest_bytes,
     read_manifest,

@@ -16,8 +16,8 @@ from typing import Any
 
 from shardwise.checkpoint.disk.beside import folders_of
 from shardwise.checkpoint.disk.companions import Folder, copy_companions
-from shardwise.checkpoint.disk.entries import dotted
-from shardwise.checkpoint.disk.filenames import INDEX, MANIFEST
+from shardwise.checkpoint.disk.entries import MANIFEST, dotted
+from shardwise.checkpoint.disk.filenames import INDEX
 from shardwise.checkpoint.disk.place import Place, folder_of
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.formats.dcp import write_dcp

@@ -21,8 +21,8 @@ from shardwise.checkpoint.disk.commit import (
     lost_files,
     step_folder,
 )
-from shardwise.checkpoint.disk.entries import StoredPiece, TensorEntry
-from shardwise.checkpoint.disk.filenames import MANIFEST, files_beside, sets_of_rank_files
+from shardwise.checkpoint.disk.entries import MANIFEST, StoredPiece, TensorEntry
+from shardwise.checkpoint.disk.filenames import files_beside, sets_of_rank_files
 from shardwise.checkpoint.disk.manifest import in_files, read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.disk.place import Place

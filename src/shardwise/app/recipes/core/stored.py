@@ -27,8 +27,8 @@ from typing import BinaryIO
 from shardwise.base.errors import CheckpointError, StoreError, UserError
 from shardwise.base.say import say
 from shardwise.base.units import one_line, printable
+from shardwise.checkpoint.disk.entries import MANIFEST
 from shardwise.checkpoint.disk.fetched import fetch, folder_for
-from shardwise.checkpoint.disk.filenames import MANIFEST
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
 from shardwise.insight.schema.training import Existing
