@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise.elastic import fork_server
 from shardwise.elastic.fork_server import ForkServer
 from shardwise.elastic.rank import STOP_SIGNALS
 from shardwise.elastic.world import PARENT_PID
@@ -143,11 +144,16 @@ def test_ranks_have_random_numbers_of_their_own(forks: Callable[..., Forks]) -> 
     assert len(started.servers()) == 1
 
 
-def test_a_server_that_has_ended_is_replaced(forks: Callable[..., Forks]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_has_ended_or_is_suspended_is_replaced(
+    how: signal.Signals, forks: Callable[..., Forks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_ANSWER", 0.2)
     started = forks()
     started.fork()
-    os.kill(started.servers()[0], signal.SIGKILL)
+    os.kill(started.servers()[0], how)
 
+    assert started.fork(lambda: True) is None, "a signal came before there was another"
     started.fork()
 
     assert started.said(1)["pid"] == started.pids[1]
@@ -215,6 +221,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK.replace("PREPARE", "pass").replace("BODY", body))
     launcher = """
 import os, sys, time
+from shardwise.elastic import fork_server
 from shardwise.elastic.fork_server import ForkServer
 server = ForkServer([sys.executable, "rank.py"])
 with server.running(1):

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _GLANCE = 0.02  # seconds between looks whether a rank is still wanted
 _PATIENCE = 120.0  # seconds for the imports of a fork server
+_ANSWER = 10.0  # seconds for a fork, once it has imported
 _LARGEST = 1 << 20  # bytes of an order
 _PR_SET_CHILD_SUBREAPER = 36
 #: What ranks have of their own. It is read by what they call, not by what they import.
@@ -65,7 +66,8 @@ class ForkServer:
         self._forking = threading.Lock()  # the launcher of replicas has an agent in each thread
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._has_forked = False
+        self._has_forked = False  # which one that replaces it will, too
+        self._has_answered = False  # the process of now
 
     def __call__(self, generation: int) -> Sequence[str]:
         """Return the command."""
@@ -107,10 +109,11 @@ class ForkServer:
         words = json.dumps(order).encode()
         with self._forking:
             pid = self._order(words, output, is_over)
-            if pid is None and self._has_forked and not is_over():  # it was killed meanwhile
+            if pid is None and self._has_forked and not is_over():  # it was killed or suspended
                 self._start()
                 pid = self._order(words, output, is_over)
-            self._has_forked = pid is not None
+            self._has_answered = pid is not None
+            self._has_forked |= self._has_answered
         if pid is None:
             _log.debug("ranks are not forked: the fork server has ended, or was not waited for")
         return pid
@@ -128,7 +131,7 @@ class ForkServer:
                 return None
             finally:
                 os.close(reply)
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + (_ANSWER if self._has_answered else _PATIENCE)
             while not select.select([answered], [], [], _GLANCE)[0]:
                 if is_over() or time.monotonic() > deadline:
                     self._end()
@@ -137,6 +140,7 @@ class ForkServer:
 
     def _start(self) -> None:
         self._end()
+        self._has_answered = False
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {SERVER: str(theirs.fileno()), PARENT_PID: str(os.getpid())}
         # As in ranks that start by themselves, which inherit the mask.
