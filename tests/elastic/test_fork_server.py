@@ -95,7 +95,6 @@ class Forks:
 
 @pytest.fixture
 def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Forks]]:
-    monkeypatch.setenv("PYTHONPATH", shell_environment()["PYTHONPATH"])
     with contextlib.ExitStack() as held:
 
         def start(prepare: str = "pass", body: str = TELL, threads: str = "1") -> Forks:

@@ -674,6 +674,12 @@ def failing_once(
         yield
 
 
+@pytest.fixture(autouse=True)
+def _many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor travels on its own, however small it is."""
+    monkeypatch.setattr(moving, "_some_at_a_time", lambda entries: ([each] for each in entries))
+
+
 def _layout_of(model: nn.Module) -> list[object]:
     return [
         (group.mesh, group.options.reshard_after_forward, group.post_forward, param.form.spec)

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk import commit
+from shardwise.checkpoint.disk import commit, manifest
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import format_of
 from shardwise.checkpoint.tools import survey
@@ -95,7 +95,7 @@ def test_a_run_that_keeps_one_step_always_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only step is replaced by the next one whenever it is looked at, for a while."""
-    for module, newest in ((survey, lambda: shown(tmp_path)), (commit, _latest(tmp_path))):
+    for module, newest in ((survey, lambda: shown(tmp_path)), (manifest, _latest(tmp_path))):
         save_steps(tmp_path, 1)
         step = 1
 

@@ -42,7 +42,7 @@ from shardwise.checkpoint.ranks.contents import (
 )
 from shardwise.checkpoint.ranks.rows import RoutedRows, RowExchange
 
-_AT_ONCE = 4 << 20  # bytes that a rank sends, and that arrive at one, in a round
+_AT_ONCE = 2 << 20  # bytes that a rank sends, and that arrive at one, in a round
 _ROUNDS = 64  # between two times that ranks agree
 
 
