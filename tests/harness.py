@@ -392,6 +392,8 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
     inbox = _watch_parent(pipe)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so shells start what runs beside them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = _Surroundings(dict(os.environ), Path.cwd(), handlers)
     then = _Then.STAY
