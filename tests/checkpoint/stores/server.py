@@ -63,6 +63,16 @@ class Server:
         self._app = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which clients reach it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": ACCESS,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+        }
+
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
         path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")

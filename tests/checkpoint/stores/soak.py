@@ -40,7 +40,7 @@ from shardwise.checkpoint.disk.filenames import SHARD
 from shardwise.checkpoint.disk.manifest import MAX_BYTES
 from shardwise.checkpoint.disk.place import place_of
 from shardwise.checkpoint.disk.store_path import StorePath
-from tests.checkpoint.stores.server import ACCESS, SECRET, Server, serving
+from tests.checkpoint.stores.server import Server, serving
 
 RANKS = 2
 KEPT = 2
@@ -85,15 +85,6 @@ def is_filled(one: torch.nn.Module, step: int) -> bool:
     """Whether these are the values of a step."""
     local = [getattr(each, "_local_tensor", each) for each in one.parameters()]
     return all(bool((each == 10 * step + number).all()) for number, each in enumerate(local))
-
-
-def _environment(server: Server) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": ACCESS,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": "us-east-1",
-    }
 
 
 def _rank(rank: int, meeting: str, environment: dict[str, str]) -> None:
@@ -160,7 +151,7 @@ class _Kill:
 def soak(kills: int, seed: int, server: Server) -> Tally:
     """Kill so many times, and look after each."""
     tally, choice = Tally(), random.Random(seed)
-    os.environ.update(_environment(server))
+    os.environ.update(server.environment)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload", "tests.checkpoint.stores.server"])
     with tempfile.TemporaryDirectory() as folder:
@@ -168,7 +159,7 @@ def soak(kills: int, seed: int, server: Server) -> Tally:
             kill = _Kill(choice, server, tally)
             meeting = str(Path(folder, f"{number}"))
             kill.processes[:] = [
-                context.Process(target=_rank, args=(rank, meeting, _environment(server)))
+                context.Process(target=_rank, args=(rank, meeting, server.environment))
                 for rank in range(RANKS)
             ]
             for each in kill.processes:

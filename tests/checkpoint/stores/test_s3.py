@@ -52,7 +52,7 @@ def _server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name, value in _environment(_server).items():
+    for name, value in _server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(store_path, "_PART", PART)
     monkeypatch.setattr(store_reads, "_PART", 1 << 20)
@@ -65,15 +65,6 @@ def server(_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
     store_path._refusing.clear()
     yield _server
     _server.on_request = lambda method, path: None
-
-
-def _environment(server: Server) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": ACCESS,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_REGION": "us-east-1",
-    }
 
 
 @pytest.fixture
@@ -346,7 +337,7 @@ def test_google_gets_the_same_requests(
 
 def test_without_a_network_it_gives_up(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_path, "_RETRIES", 2)
-    for name, value in _environment(Server(url="http://127.0.0.1:9")).items():
+    for name, value in Server(url="http://127.0.0.1:9").environment.items():
         monkeypatch.setenv(name, value)
     store_path._store_of.cache_clear()
     for use in (lambda: checkpoint.save(f"{root}/a", large()), lambda: checkpoint.latest(root)):
@@ -411,7 +402,7 @@ def test_kills_tear_nothing_and_leave_nothing(
     checkpoint.save(f"{root}/step-00000001", large(seed=1))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # which imports torch once
-    process = context.Process(target=_save_some, args=(root, _environment(server)))
+    process = context.Process(target=_save_some, args=(root, server.environment))
     count = 5 + seed * 7
 
     def kill(method: str, path: str) -> None:
@@ -452,7 +443,7 @@ def _of_ranks(rank: int, world_size: int, root: str, environment: dict[str, str]
 
 @pytest.mark.usefixtures("new_ranks")
 def test_ranks_save_and_load(ranks: Ranks, server: Server, root: str) -> None:
-    for bad, extra, error in ranks(_of_ranks, 2, root, _environment(server)):
+    for bad, extra, error in ranks(_of_ranks, 2, root, server.environment):
         assert (bad, extra) == ([], {"step": 3})
         assert "already exists" in error
 
@@ -469,7 +460,7 @@ def test_a_run_goes_on_on_another_host(
     ranks: Ranks, server: Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if requests fail at times. No credentials get into what the run writes."""
-    environment = _environment(server)
+    environment = server.environment
 
     def config(steps: int, existing: Existing) -> LmConfig:
         small = small_config(tmp_path, steps=steps, checkpoint_every=2)

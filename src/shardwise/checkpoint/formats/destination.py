@@ -60,13 +60,31 @@ class _HostDestination(Destination):
             yield partial
 
 
+class _NewWindow(ReadWindow):
+    """A buffer for what goes to an object store: new for each part, since parts are sent later.
+
+    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
+    to a store can be made.
+    """
+
+    def __init__(self, buffer: int, progress: Progress) -> None:
+        super().__init__(buffer, progress)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
+
+    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
+        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        return self._pool.submit(super().read, source, path, part).result()
+
+
 class _StoreDestination(Destination):
     """A file or folder in an object store; see :class:`.StoreCommit`."""
+
+    window = _NewWindow
 
     def __init__(self, name: StorePath, source: Place | None, *, force: bool) -> None:
         self._name = name
         self._replaces = check_name(name, source, force=force)
-        self.window = _NewWindow
 
     def opened(self, last: str | None) -> AbstractContextManager[Any]:
         from shardwise.checkpoint.disk.store_commit import committed  # of no use to folders
@@ -93,20 +111,3 @@ def destination_of(
     if isinstance(place, Path):
         return _HostDestination(place, source, force=force)
     return _StoreDestination(place, source, force=force)
-
-
-class _NewWindow(ReadWindow):
-    """A buffer for what goes to an object store: new for each part, since parts are sent later.
-
-    A thread of its own reads. Whoever sends asks for parts from inside obstore, where no request
-    to a store can be made.
-    """
-
-    def __init__(self, buffer: int, progress: Progress) -> None:
-        super().__init__(buffer, progress)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise window")
-
-    def read(self, source: Source, path: StatePath, part: Box) -> torch.Tensor:
-        """Read one of the boxes that :meth:`boxes` yields, to memory of its own."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        return self._pool.submit(super().read, source, path, part).result()
